@@ -1,0 +1,63 @@
+# Two commands do all the set-up: `make demo` runs the main job, `make test` passes the tests.
+# What each target costs: CONTRIBUTING.md.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Two spinning OpenMP threads a job starve each other on a busy machine.
+export OMP_WAIT_POLICY := PASSIVE
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: venv demo demo-smoke report test lint schema lock clean help
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+venv: $(VENV)/.done  ## everything that the pipeline and its tests need, in .venv
+
+$(VENV)/.done: envs/trainer.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --requirement envs/trainer.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+demo: venv  ## the main job: a draft for SmolLM2-135M, measured, with a report
+	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --cores all --resources gpu=8
+	$(MAKE) --no-print-directory report
+	@cat results/summary.md
+
+demo-smoke: venv  ## the same chain at the smallest size
+	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --cores all --configfile config/smoke.yaml
+	$(MAKE) --no-print-directory report CONFIG=config/smoke.yaml
+	@cat results/summary.md
+
+CONFIG ?= config/config.yaml
+report: venv  ## report.html of a finished run, offline
+	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --configfile $(CONFIG) --report report.html
+
+test: venv  ## all tests (under 12 minutes on two cores)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+
+lint: .venv-lint/.done venv  ## ruff, snakefmt, codespell, mypy
+	.venv-lint/bin/ruff check .
+	.venv-lint/bin/ruff format --check .
+	.venv-lint/bin/snakefmt --check Snakefile rules
+	.venv-lint/bin/codespell
+	.venv-lint/bin/mypy --python-executable $(BIN)/python
+
+.venv-lint/.done: envs/lint.txt
+	$(PYTHON) -m venv .venv-lint
+	.venv-lint/bin/python -m pip install --quiet --requirement envs/lint.txt
+	touch $@
+
+schema: venv  ## config/config.schema.json and config/README.md from eagle3lib/config.py
+	$(BIN)/python -m eagle3lib schema > config/config.schema.json
+	(cat config/README.head.md; $(BIN)/python -m eagle3lib keys) > config/README.md
+
+lock: venv  ## pin anew what pyproject.toml and envs/lint.in ask for
+	$(BIN)/python envs/lock.py
+
+clean:  ## remove results, logs and Snakemake's records; the environments stay
+	rm -rf results logs .snakemake report.html
