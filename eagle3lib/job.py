@@ -1,0 +1,161 @@
+"""What every job needs: a log file, a clear last line for the user, progress, atomic files."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from eagle3lib.errors import UserError
+
+
+@contextmanager
+def job_log(path: str | os.PathLike) -> Iterator[IO[str]]:
+    """Run a job with its stdout in the log file at `path`.
+
+    A UserError ends the job with exit code 1 and its one line on stderr; any other
+    exception leaves its traceback in the log and names that file on stderr.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    terminal = sys.stderr
+    with open(path, "w", buffering=1, encoding="utf-8") as log:
+        sys.stdout = sys.stderr = _Tee(log, terminal)
+        try:
+            yield log
+        except UserError as error:
+            print(f"error: {error}", file=terminal)
+            print(f"error: {error}", file=log)
+            raise SystemExit(1) from None
+        except OSError as error:
+            traceback.print_exc(file=log)
+            print(f"error: {describe_os_error(error)} (log: {path})", file=terminal)
+            raise SystemExit(1) from None
+        except Exception as error:
+            traceback.print_exc(file=log)
+            print(f"error: {type(error).__name__}: {error} (traceback in {path})", file=terminal)
+            raise SystemExit(1) from None
+        finally:
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+
+
+class _Tee:
+    """Whole lines go to the log; `\\r` progress goes to the terminal only."""
+
+    def __init__(self, log: IO[str], terminal: IO[str]):
+        self.log, self.terminal = log, terminal
+
+    def write(self, text: str) -> int:
+        if not text.startswith("\r"):
+            self.log.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self.log.flush()
+
+    def isatty(self) -> bool:
+        return False
+
+
+def describe_os_error(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    remedy = {
+        28: "; free space or set storage.limit_bytes, then run the same command again: finished samples are kept",
+        122: "; raise the quota, then run the same command again: finished samples are kept",
+        30: "; remount it writable, then run the same command again: finished samples are kept",
+    }.get(error.errno or 0, "")
+    return f"{where}{error.strerror or error}{remedy}"
+
+
+@contextmanager
+def atomic_write(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+    """A binary file that appears under `path` whole or not at all (`.part`, fsync, rename, fsync of the folder)."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        fsync_folder(path.parent)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def fsync_folder(folder: str | os.PathLike) -> None:
+    """Make renames inside `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def file_lock(path: str | os.PathLike) -> Iterator[None]:
+    """Wait for the lock at `path`: an orphan of a killed run may still be writing. The kernel frees it with its holder."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    with atomic_write(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_parquet(path: str | os.PathLike, table: Any) -> None:
+    """A pandas frame, without its index."""
+    with atomic_write(path) as file:
+        table.to_parquet(file, index=False)
+
+
+class Progress:
+    """One live line on a terminal; a line every half minute elsewhere. Also in the log."""
+
+    def __init__(self, total: int | None, unit: str, label: str):
+        self.total, self.unit, self.label = total, unit, label
+        self.done = 0
+        self.start = self.shown = time.monotonic()
+        self.terminal = sys.__stderr__
+
+    def update(self, n: int = 1, **extras: Any) -> None:
+        """Count `n` more units; `extras` are shown behind, as `name value`."""
+        self.done += n
+        now = time.monotonic()
+        live = bool(self.terminal and self.terminal.isatty())
+        if now - self.shown < (0.5 if live else 30) and self.done != self.total:
+            return
+        self.shown = now
+        line = self._line(now, extras)
+        print(line)
+        if self.terminal:
+            print(f"\r{line}\x1b[K" if live else line, end="" if live else "\n", file=self.terminal, flush=True)
+            if live and self.done == self.total:
+                print(file=self.terminal)
+
+    def _line(self, now: float, extras: dict[str, Any]) -> str:
+        rate = self.done / max(now - self.start, 1e-9)
+        of = f"/{self.total}" if self.total else ""
+        left = f", {(self.total - self.done) / rate:.0f} s left" if self.total and rate and self.done < self.total else ""
+        shown = "".join(f", {k} {v:.4g}" if isinstance(v, float) else f", {k} {v}" for k, v in extras.items())
+        return f"{self.label}: {self.done}{of} {self.unit}, {rate:.1f}/s{left}{shown}"
