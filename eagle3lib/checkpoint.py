@@ -1,0 +1,103 @@
+"""Training checkpoints that are whole or absent, and never another configuration's.
+
+- `{digest}.{step:09d}.pt` holds the state (`torch.save` of plain values and tensors), the `.json` beside it
+  says {"digest", "step", "bytes", "sha256"}; a checkpoint counts once its JSON stands.
+- `torch.load` accepts flipped bytes silently, so the sha256 decides; a damaged checkpoint is
+  passed over, with a line that says so, for the one before it. Hence two are kept.
+- `digest` stands for everything that shapes the training: one of another digest is not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from eagle3lib.job import atomic_write, write_json
+
+KEEP = 2
+
+
+class _Hashing:
+    """A file that takes the sha256 of what is written to it (the zip writer of torch only appends)."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        self.bytes += len(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def save(folder: str | os.PathLike, digest: str, step: int, state: dict[str, Any]) -> Path:
+    """Write a checkpoint, then delete all but the newest two of its digest. Returns the path of its `.pt`."""
+    path = _path(folder, digest, step)
+    # A JSON of an earlier attempt at this step would vouch for the wrong bytes.
+    path.with_suffix(".json").unlink(missing_ok=True)
+    with atomic_write(path) as file:
+        hashing = _Hashing(file)
+        torch.save(state, hashing)
+    record = {"digest": digest, "step": step, "bytes": hashing.bytes, "sha256": hashing.sha256.hexdigest()}
+    write_json(path.with_suffix(".json"), record)
+    for old in _records(folder, digest)[KEEP:]:
+        _delete(_path(folder, digest, old["step"]))
+    return path
+
+
+def latest(folder: str | os.PathLike, digest: str) -> dict[str, Any] | None:
+    """The state of the newest undamaged checkpoint of this digest, on the CPU; None when there is none."""
+    for record in _records(folder, digest):
+        path = _path(folder, digest, record["step"])
+        fault = _fault(path, record)
+        if fault is None:
+            return torch.load(path, weights_only=True, map_location="cpu")
+        print(f"checkpoint {path} is passed over: {fault}")
+    return None
+
+
+def clear(folder: str | os.PathLike, digest: str) -> None:
+    """Delete the checkpoints of this digest: the training is finished."""
+    for record in _records(folder, digest):
+        _delete(_path(folder, digest, record["step"]))
+
+
+def _records(folder: str | os.PathLike, digest: str) -> list[dict[str, Any]]:
+    """What the JSON files say, of this digest, newest first; unreadable ones are not there."""
+    records = []
+    for path in Path(folder).glob(f"{digest}.*.json"):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["digest"] == digest and path == _path(folder, digest, record["step"]).with_suffix(".json"):
+                records.append(record)
+        except (ValueError, KeyError, TypeError):
+            print(f"checkpoint {path} is passed over: not readable")
+    return sorted(records, key=lambda record: -record["step"])
+
+
+def _fault(path: Path, record: dict[str, Any]) -> str | None:
+    if not path.exists():
+        return "its .pt is missing"
+    if path.stat().st_size != record["bytes"]:
+        return f"{path.stat().st_size} bytes instead of {record['bytes']}"
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
+            return "its sha256 differs"
+    return None
+
+
+def _path(folder: str | os.PathLike, digest: str, step: int) -> Path:
+    return Path(folder) / f"{digest}.{step:09d}.pt"
+
+
+def _delete(path: Path) -> None:
+    # The JSON first: what is left after a crash in between does not count.
+    path.with_suffix(".json").unlink(missing_ok=True)
+    path.unlink(missing_ok=True)

@@ -1,0 +1,59 @@
+"""Drafts in the store: trained once for a digest of all that shapes them, linked wherever asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from eagle3lib import hidden_states, training
+from eagle3lib.job import file_lock
+from eagle3lib.lineage import digest, file_sha256
+from eagle3lib.training import Job, Sample
+
+
+def samples_of(table: pd.DataFrame, folder: Path) -> list[Sample]:
+    """The samples of `hidden_states.parquet`; `folder` holds their links."""
+    columns = zip(table["path"], table["n_tokens"], table["reply_bounds"], table["split"], table["sha256"], strict=True)
+    return [
+        Sample(str(folder / path), int(n), tuple(int(b) for b in bounds), split, sha256)
+        for path, n, bounds, split, sha256 in columns
+    ]
+
+
+def dataset_digest(table: pd.DataFrame) -> str:
+    """What the trainer learns from: samples in their order, their replies and their split; not where they lie."""
+    bounds = [[int(b) for b in row] for row in table["reply_bounds"]]
+    return digest([table["sample_id"].tolist(), table["split"].tolist(), bounds], 32)
+
+
+def train_once(job: Job, outputs: Sequence[Path]) -> dict[str, Any]:
+    """Train the draft of `job.digest`, go on training it, or find it finished; then link its files to `outputs`.
+
+    `outputs` are named as the files in the store's folder: model.safetensors, training.json, metrics.jsonl.
+    """
+    folder = Path(job.folder)
+    with file_lock(folder / "lock"):
+        found = (folder / "training.json").exists()
+        print(f"draft {job.digest}: {'found' if found else 'to be trained'} in {folder}")
+        job.write(folder / "job.json")
+        result = training.launch(folder / "job.json", job.training)
+    for output in outputs:
+        hidden_states.link(folder / output.name, output)
+    return result
+
+
+def make_job(
+    table: pd.DataFrame,
+    states_folder: Path,
+    store: Path,
+    mapping: str,
+    shaping: dict[str, Any],
+    **sections: Any,
+) -> Job:
+    """The training of a dataset; `shaping` is everything else that decides the result (settings, key, code)."""
+    identity = digest([dataset_digest(table), file_sha256(mapping), shaping], 32)
+    folder = str(store / "drafts" / identity)
+    return Job(samples_of(table, states_folder), mapping=mapping, folder=folder, digest=identity, **sections)

@@ -1,0 +1,657 @@
+"""Training of a draft model: from stored hidden states to weights, resumable to the bit.
+
+One optimiser step takes one pack of documents per process. A rank may hold several packs
+of a step (accumulation) or none; the loss is weighted by the counted tokens of all packs
+together, so how packs are dealt to ranks changes nothing but the order of a sum.
+
+What resumes: weights, optimiser, place in the epoch, learning rate (a function of the
+tokens seen), random state, metrics file. Order and packing of an epoch depend on seed
+and epoch only.
+
+In `folder`: `model.safetensors` (by the names of `DraftModel.trainable()`, fp32), `training.json`,
+`metrics.jsonl`, `tensorboard/`, and `checkpoints/` until the training is finished.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from eagle3lib import __version__, checkpoint, targets
+from eagle3lib.config import DraftConfig, TrainingConfig, plain
+from eagle3lib.draft_model import DraftModel, DraftModelConfig
+from eagle3lib.errors import UserError
+from eagle3lib.hidden_states import load_sample
+from eagle3lib.job import Progress, atomic_write, write_json
+from eagle3lib.lineage import file_sha256
+from eagle3lib.targets import TargetInfo
+from eagle3lib.training_time_test import SUMS, Batch, TrainingTimeTest, reply_index, summarise
+from eagle3lib.vocab_mapping import VocabMapping
+
+WINDOW = 128  # samples that are packed among each other: small enough that packs differ from epoch to epoch
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+class Interrupted(SystemExit):
+    """Stopped on request after a checkpoint; as an exit code 130. The same command goes on from there."""
+
+    def __init__(self) -> None:
+        super().__init__(130)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Where a sample's states lie, and which of its tokens supervise."""
+
+    path: str
+    n_tokens: int
+    reply_bounds: tuple[int, ...]
+    split: str
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a training needs, as plain values: what the processes of a torchrun read from one JSON file."""
+
+    samples: list[Sample]
+    target: TargetInfo
+    draft: DraftConfig
+    training: TrainingConfig
+    mapping: str
+    folder: str
+    digest: str
+
+    def write(self, path: str | os.PathLike) -> None:
+        values = vars(self) | {
+            "samples": [asdict(sample) for sample in self.samples],
+            "target": asdict(self.target),
+            "draft": plain(self.draft),
+            "training": plain(self.training),
+        }
+        write_json(path, values)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike) -> Job:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values["samples"] = [Sample(**{**s, "reply_bounds": tuple(s["reply_bounds"])}) for s in values["samples"]]
+        values["target"] = TargetInfo(**values["target"])
+        values["draft"] = DraftConfig(**values["draft"])
+        values["training"] = TrainingConfig(**values["training"])
+        return cls(**values)
+
+
+def train(job: Job, stop: Callable[[int], bool] | None = None) -> dict[str, Any]:
+    """Train, or go on training, or return what a finished training of this digest left; the content of training.json.
+
+    stop: asked after each step (its number is given); true means checkpoint and raise `Interrupted`; None: SIGTERM and
+    SIGINT do that. Raises UserError for samples that do not fit. In this process alone, or as a rank of torchrun.
+    """
+    finished = _finished(job)
+    if finished:
+        return finished
+    ranks = Ranks.join(job.training)
+    if stop is not None:
+        return Trainer(job, ranks, stop).run()
+    with StopOnSignal() as signalled:
+        return Trainer(job, ranks, signalled).run()
+
+
+# --- the order of things -----------------------------------------------------------------------------------------
+
+
+def first_fit_decreasing(indices: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Packs of at most `capacity` tokens: longest first, each into the first pack with room. Stable."""
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(indices, key=lambda i: -lengths[i]):
+        place = next((p for p, free in enumerate(room) if free >= lengths[index]), None)
+        if place is None:
+            packs.append([])
+            room.append(capacity)
+            place = len(packs) - 1
+        packs[place].append(index)
+        room[place] -= lengths[index]
+    return packs
+
+
+def epoch_packs(indices: Sequence[int], lengths: Sequence[int], capacity: int, seed: str) -> list[list[int]]:
+    """The packs of an epoch in their order; they do not depend on the number of ranks."""
+    rng = random.Random(seed)
+    order = list(indices)
+    rng.shuffle(order)
+    packs = []
+    for start in range(0, len(order), WINDOW):
+        packs += first_fit_decreasing(order[start : start + WINDOW], lengths, capacity)
+    rng.shuffle(packs)
+    return packs
+
+
+def learning_rate(training: TrainingConfig, progress: float) -> float:
+    """Linear warm-up, then half a cosine down to 0; progress: share of all tokens seen, 0..1."""
+    if progress < training.warmup_fraction:
+        return training.learning_rate * progress / training.warmup_fraction
+    rest = (progress - training.warmup_fraction) / (1 - training.warmup_fraction)
+    return training.learning_rate * 0.5 * (1 + math.cos(math.pi * min(rest, 1.0)))
+
+
+# --- processes and signals ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the training. `packs_per_step` is the configuration's, whoever computes them."""
+
+    rank: int
+    world: int
+    packs_per_step: int
+    device: torch.device
+
+    @classmethod
+    def join(cls, training: TrainingConfig) -> Ranks:
+        if training.gpus and not torch.cuda.is_available():
+            raise UserError(f"training.gpus: {training.gpus} asked for, but torch sees none; set it to 0")
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if training.gpus else torch.device("cpu")
+        return cls(rank, world, processes(training), device)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add up over the ranks, in place; the same bits on all of them."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def same(self, tensor: Tensor) -> None:
+        """Make it rank 0's, in place."""
+        if self.world > 1:
+            dist.broadcast(tensor, src=0)
+
+    def wait(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def mine(self, packs: Sequence[list[int]]) -> list[list[int]]:
+        return list(packs[self.rank :: self.world])
+
+
+def processes(training: TrainingConfig) -> int:
+    """One for each GPU; without GPUs as configured."""
+    return training.gpus or training.processes
+
+
+class StopOnSignal:
+    """True once SIGTERM or SIGINT has come. The handlers that were there before come back at the end."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self.then: Callable[[], None] = lambda: None
+
+    def __call__(self, step: int = 0) -> bool:
+        return self.came
+
+    def __enter__(self) -> StopOnSignal:
+        self.before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, *_: object) -> None:
+        first, self.came = not self.came, True
+        if first:
+            self.then()
+
+
+# --- samples -----------------------------------------------------------------------------------------------------
+
+
+class Documents:
+    """Samples as documents on the CPU. The first read of a run is a full check; the target's tokens are kept."""
+
+    def __init__(self, samples: Sequence[Sample], aux_states: int):
+        self.samples, self.aux_states = samples, aux_states
+        self.checked: set[int] = set()
+        self.target_tokens: dict[int, Tensor] = {}  # int32, made once a sample
+
+    def read(self, index: int) -> Batch:
+        sample = self.samples[index]
+        if index not in self.checked and sample.sha256 and file_sha256(sample.path) != sample.sha256:
+            raise UserError(f"{sample.path}: its sha256 differs from the manifest's; delete it and run snakemake again")
+        stored = load_sample(sample.path)
+        states = stored["hidden_states"]
+        if len(stored["input_ids"]) != sample.n_tokens or len(states) != self.aux_states + 1:
+            raise UserError(
+                f"{sample.path}: {len(stored['input_ids'])} tokens and {len(states)} states instead of "
+                f"{sample.n_tokens} and {self.aux_states + 1}; delete it and run snakemake again"
+            )
+        if index not in self.checked and not all(state.isfinite().all() for state in states):
+            raise UserError(f"{sample.path}: holds NaN or infinity; delete it and run snakemake again")
+        self.checked.add(index)
+        replies = reply_index(sample.reply_bounds, sample.n_tokens)
+        return Batch.document(stored["input_ids"].clone(), torch.cat(states[:-1], dim=-1), states[-1].clone(), replies)
+
+    def packed(self, index: list[int], documents: list[Batch], test: TrainingTimeTest, device: torch.device) -> Batch:
+        """The documents of a pack as one batch on the device. Each sample's argmax is taken alone: no other bits."""
+        ready = []
+        for i, document in zip(index, documents, strict=True):
+            if i not in self.target_tokens:
+                self.target_tokens[i] = test.target_tokens(document).to(torch.int32)
+            ready.append(document.with_tokens(self.target_tokens[i].long()))
+        return Batch.pack(ready).to(device)
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """One rank's training. `run` is the whole story."""
+
+    def __init__(self, job: Job, ranks: Ranks, stop: Callable[[int], bool]):
+        self.job, self.training, self.ranks, self.stop = job, job.training, ranks, stop
+        self.folder, mapping = Path(job.folder), VocabMapping.load(job.mapping)
+        _check_samples(job)
+        self.lengths = [sample.n_tokens for sample in job.samples]
+        self.train = [i for i, sample in enumerate(job.samples) if sample.split == "train"]
+        self.validation = [i for i, sample in enumerate(job.samples) if sample.split == "validation"]
+        aux_states = len(load_sample(job.samples[0].path)["hidden_states"]) - 1
+        self.documents = Documents(job.samples, aux_states)
+        self.model = self._initial_model(DraftModelConfig.from_target(job.target, job.draft, aux_states), mapping)
+        self.parameters = self.model.trainable()
+        training, head = job.training, targets.load_head(job.target).to(ranks.device)
+        dtype = getattr(torch, training.compute_dtype)
+        self.test = TrainingTimeTest(self.model, head, mapping, training.ttt_steps, training.step_decay, dtype)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), betas=training.betas, weight_decay=training.weight_decay, fused=True
+        )
+        self.epoch = self.packs_done = self.steps = self.tokens = 0
+        self.seconds_before = 0.0
+        self.epoch_sums = self._no_sums()
+        self.results: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        self.started = self.saved_at = time.monotonic()
+        with Log(self.folder, self.ranks.rank == 0) as self.log, ThreadPoolExecutor(1) as self.reader:
+            self._resume()
+            total = self._tokens_of_epoch() * self.training.epochs
+            self.progress = Progress(total, "tokens", "train_draft_model")
+            self.progress.start -= self.seconds_before  # of a resumed run too the rate is that of all of it
+            self.progress.update(self.tokens)
+            while self.epoch < self.training.epochs:
+                self._train_epoch()
+                self._finish_epoch()
+            return self._finish()
+
+    # one epoch
+
+    def _train_epoch(self) -> None:
+        capacity, seed = self.training.batch_tokens, self.training.seed
+        packs = epoch_packs(self.train, self.lengths, capacity, f"{seed}/{self.epoch}")
+        each = self.ranks.packs_per_step
+        steps = [packs[start : start + each] for start in range(self.packs_done, len(packs), each)]
+        for step, documents in zip(steps, self._read_ahead(steps), strict=True):
+            self._step(step, documents)
+            self.packs_done += len(step)
+            self._control()
+
+    def _step(self, packs: list[list[int]], documents: list[list[Batch]]) -> None:
+        """One step of the optimiser on the packs of all ranks; `documents` are those of this rank's packs."""
+        device, test = self.ranks.device, self.test
+        pairs = zip(self.ranks.mine(packs), documents, strict=True)
+        batches = [self.documents.packed(pack, docs, test, device) for pack, docs in pairs]
+        counted = sum((test.counted(b) for b in batches), torch.zeros(test.steps, dtype=torch.int64, device=device))
+        weights = test.step_weights(self.ranks.sum(counted))
+        sums = self._no_sums()
+        for batch in batches:
+            loss, these = test(batch, weights)
+            loss.backward()
+            sums += _stack(these)
+        norm = self._sum_gradients()
+        tokens = sum(self.lengths[i] for pack in packs for i in pack)
+        total = self._tokens_of_epoch() * self.training.epochs
+        rate = learning_rate(self.training, (self.tokens + tokens / 2) / total)  # at the middle of the step
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        self.tokens += tokens
+        self._report(self.ranks.sum(sums), tokens, rate, norm)
+
+    def _sum_gradients(self) -> float:
+        """Add up gradients over the ranks, clip; the norm before clipping. A rank without a pack adds zeros."""
+        for p in self.parameters.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            self.ranks.sum(p.grad)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.training.max_grad_norm).item()
+        if not math.isfinite(norm):
+            raise UserError(
+                f"training: step {self.steps + 1}: the gradient is not finite; lower training.learning_rate "
+                f"(checkpoints from before are in {self.folder / 'checkpoints'})"
+            )
+        return norm
+
+    def _report(self, sums: Tensor, tokens: int, rate: float, norm: float) -> None:
+        self.epoch_sums += sums
+        figures = summarise(_unstack(sums), self.training.step_decay)
+        where = {"kind": "train", "step": self.steps, "epoch": self.epoch, "tokens": self.tokens}
+        self.log.write(where | {"learning_rate": rate, "gradient_norm": norm} | figures)
+        if self.ranks.rank == 0:
+            shown = {"loss": figures["loss"], "accuracy": figures["accuracy_of_supervised"][0]}
+            self.progress.update(tokens, epoch=self.epoch + 1, **shown)
+
+    def _control(self) -> None:
+        """All ranks agree, at the same step, whether to stop or to save."""
+        due = time.monotonic() - self.saved_at > 60 * self.training.checkpoint_minutes and self.ranks.rank == 0
+        flags = torch.tensor([float(self.stop(self.steps)), float(due)], device=self.ranks.device)
+        stop, save = self.ranks.sum(flags).bool().tolist()
+        if save or stop:
+            self._save()
+        if stop:
+            self.ranks.wait()
+            if self.ranks.rank == 0:
+                print(f"training stopped at step {self.steps}; the same command goes on from here")
+            raise Interrupted
+
+    def _finish_epoch(self) -> None:
+        """Validate, report, checkpoint: the state saved is the beginning of the next epoch."""
+        where = {"step": self.steps, "epoch": self.epoch, "tokens": self.tokens}
+        self.results["train"] = summarise(_unstack(self.epoch_sums), self.training.step_decay)
+        self.log.write({"kind": "epoch", **where, **self.results["train"]})
+        if self.validation:
+            self.results["validation"] = summarise(_unstack(self._validate()), self.training.step_decay)
+            self.log.write({"kind": "validation", **where, **self.results["validation"]})
+        self.epoch, self.packs_done, self.epoch_sums = self.epoch + 1, 0, self._no_sums()
+        self._save()
+
+    @torch.no_grad()
+    def _validate(self) -> Tensor:
+        """Sums over the held-out samples, packs dealt to the ranks."""
+        packs = first_fit_decreasing(self.validation, self.lengths, self.training.batch_tokens)
+        sums = self._no_sums()
+        for pack in self.ranks.mine(packs):
+            documents = [self.documents.read(i) for i in pack]
+            sums += _stack(self.test(self.documents.packed(pack, documents, self.test, self.ranks.device))[1])
+        return self.ranks.sum(sums)
+
+    def _read_ahead(self, steps: list[list[list[int]]]) -> Iterator[list[list[Batch]]]:
+        """The documents of this rank's packs, step by step, the next step's being read meanwhile."""
+
+        def read(step: list[list[int]]) -> list[list[Batch]]:
+            return [[self.documents.read(i) for i in pack] for pack in self.ranks.mine(step)]
+
+        ahead = self.reader.submit(read, steps[0]) if steps else None
+        for following in [*steps[1:], None]:
+            if ahead is not None:
+                documents = ahead.result()
+                ahead = self.reader.submit(read, following) if following is not None else None
+                yield documents
+
+    # state
+
+    def _initial_model(self, config: DraftModelConfig, mapping: VocabMapping) -> DraftModel:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.training.seed)
+            model = DraftModel(config)
+        embedding, head = targets.load_embedding(self.job.target), targets.load_head(self.job.target)
+        model.init_from_target(embedding, head, mapping)
+        return model.to(self.ranks.device)
+
+    def _save(self) -> None:
+        self.saved_at = time.monotonic()
+        if self.ranks.rank:
+            return
+        state = {
+            "model": {name: p.detach() for name, p in self.parameters.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "epoch_sums": self.epoch_sums,
+            "results": self.results,
+            "seconds": self._seconds(),
+            "metrics_bytes": self.log.flush(),
+        }
+        state |= {name: getattr(self, name) for name in ("epoch", "packs_done", "steps", "tokens")}
+        checkpoint.save(self.folder / "checkpoints", self.job.digest, self.steps, state)
+
+    def _resume(self) -> None:
+        state = checkpoint.latest(self.folder / "checkpoints", self.job.digest)
+        self.log.start(state["metrics_bytes"] if state else 0, state["steps"] if state else 0)
+        if state is not None:
+            self.model.load_state_dict(state["model"], strict=False)
+            self.optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["rng"])
+            self.epoch_sums = state["epoch_sums"].to(self.ranks.device)
+            self.results, self.seconds_before = state["results"], state["seconds"]
+            for name in ("epoch", "packs_done", "steps", "tokens"):
+                setattr(self, name, state[name])
+            print(f"training goes on at step {self.steps} (epoch {self.epoch + 1} of {self.training.epochs})")
+        for p in self.parameters.values():
+            self.ranks.same(p.data)
+
+    def _finish(self) -> dict[str, Any]:
+        weights = {name: p.detach().cpu().contiguous() for name, p in self.parameters.items()}
+        data = safetensors.torch.save(weights, metadata={"format": "pt"})
+        result = {
+            "digest": self.job.digest,
+            "draft_model": self.model.config.to_dict(),
+            "metrics": self.results,
+            "train_samples": len(self.train),
+            "validation_samples": len(self.validation),
+            "epochs": self.training.epochs,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "seconds": self._seconds(),
+            "processes": self.ranks.world,
+            "parameters": sum(p.numel() for p in self.parameters.values()),
+            "weights_sha256": hashlib.sha256(data).hexdigest(),
+            "versions": {"eagle3lib": __version__, "torch": torch.__version__},
+        }
+        if self.ranks.rank == 0:
+            with atomic_write(self.folder / "model.safetensors") as file:
+                file.write(data)
+            write_json(self.folder / "training.json", result)
+            checkpoint.clear(self.folder / "checkpoints", self.job.digest)
+        self.ranks.wait()
+        return result
+
+    def _seconds(self) -> float:
+        return self.seconds_before + time.monotonic() - self.started
+
+    def _tokens_of_epoch(self) -> int:
+        return sum(self.lengths[i] for i in self.train)
+
+    def _no_sums(self) -> Tensor:
+        return torch.zeros(len(SUMS), self.training.ttt_steps, dtype=torch.float64, device=self.ranks.device)
+
+
+def _stack(sums: dict[str, Tensor]) -> Tensor:
+    return torch.stack([sums[name] for name in SUMS])
+
+
+def _unstack(sums: Tensor) -> dict[str, Tensor]:
+    return dict(zip(SUMS, sums, strict=True))
+
+
+def _check_samples(job: Job) -> None:
+    if not any(sample.split == "train" for sample in job.samples):
+        raise UserError(
+            "training: no sample is in the split 'train'; lower dataset.validation_fraction or add conversations"
+        )
+    room = job.training.batch_tokens
+    for sample in job.samples:
+        if sample.n_tokens > room:
+            raise UserError(
+                f"training.batch_tokens: {room} cannot hold {sample.path} of {sample.n_tokens} tokens; raise it"
+            )
+
+
+def _finished(job: Job) -> dict[str, Any] | None:
+    """What a training of this digest has left, if it is whole."""
+    folder = Path(job.folder)
+    try:
+        result = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        whole = result["digest"] == job.digest and file_sha256(folder / "model.safetensors") == result["weights_sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return result if whole else None
+
+
+class Log:
+    """`metrics.jsonl` and TensorBoard, written by rank 0; a resumed run takes both back to its checkpoint."""
+
+    def __init__(self, folder: Path, writes: bool):
+        self.folder, self.writes = folder, writes
+
+    def __enter__(self) -> Log:
+        return self
+
+    def start(self, keep_bytes: int, steps: int) -> None:
+        if not self.writes:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file = open(self.folder / "metrics.jsonl", "ab")  # noqa: SIM115 - closed by __exit__
+        self.file.truncate(min(keep_bytes, self.file.tell()))
+        self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=steps + 1 if steps else None)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """One line; lists (by draft step) become one TensorBoard curve for each step.
+
+        `accuracy` says the same as `accuracy_of_supervised`: the name that plots know.
+        """
+        if not self.writes:
+            return
+        self.file.write((json.dumps(line | {"accuracy": line["accuracy_of_supervised"]}) + "\n").encode())
+        for name, value in line.items():
+            values = {f"/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {"": value}
+            for suffix, number in values.items():
+                if name not in ("kind", "step"):
+                    self.board.add_scalar(f"{line['kind']}/{name}{suffix}", number, line["step"])
+
+    def flush(self) -> int:
+        """Make it durable; the length of the file in bytes."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.board.flush()
+        return self.file.tell()
+
+    def __exit__(self, *_: object) -> None:
+        if self.writes and hasattr(self, "file"):
+            self.file.close()
+            self.board.close()
+
+
+# --- several processes -------------------------------------------------------------------------------------------
+
+
+def launch(job_file: str | os.PathLike, training: TrainingConfig) -> dict[str, Any]:
+    """Run the `Job` in `job_file`: here for one process, by torchrun for more; the content of training.json.
+
+    SIGTERM and SIGINT are handed on: all ranks checkpoint at the next step, then `Interrupted` is raised here.
+    The workers end with this process, however it ends. A worker's UserError is raised here.
+    """
+    job = Job.read(job_file)
+    if processes(training) == 1:
+        return train(job)
+    finished = _finished(job)
+    if finished:
+        return finished
+    workers_log = Path(job.folder) / "workers.log"
+    workers_log.parent.mkdir(parents=True, exist_ok=True)
+    with StopOnSignal() as stop, open(workers_log, "w", encoding="utf-8") as stderr:
+        agent = _start_workers(job_file, training, stderr)
+        stop.then = agent.terminate
+        if stop():
+            agent.terminate()
+        error = _follow(agent)
+    result = _finished(job)
+    if stop() and not result:
+        raise Interrupted
+    if agent.returncode or not result:
+        raise UserError(error or f"training: a worker ended with code {agent.returncode}; see {workers_log}")
+    return result
+
+
+def _start_workers(job_file: str | os.PathLike, training: TrainingConfig, stderr: IO[str]) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes(training)}"]
+    command += ["-m", "eagle3lib.training", os.fspath(job_file)]
+    environment = dict(os.environ)
+    root = str(Path(__file__).resolve().parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes(training))))
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,  # Ctrl-C reaches the workers once, through us
+        preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread of ours runs yet
+    )
+
+
+def _follow(agent: subprocess.Popen) -> str | None:
+    """Print the workers' lines until they end; the message of the last `error:` line."""
+    error = None
+    try:
+        for line in agent.stdout or ():
+            if line.startswith("error: "):
+                error = line.removeprefix("error: ").strip()
+            else:
+                print(line, end="")
+        agent.wait()
+    finally:
+        if agent.poll() is None:
+            agent.terminate()
+            agent.wait()
+    return error
+
+
+def _end_with_parent() -> None:
+    """Linux: SIGTERM to this process when its parent dies, so that nothing outlives a killed run."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def main() -> None:
+    """A worker of torchrun: `python -m eagle3lib.training JOB.json`."""
+    _end_with_parent()
+    job = Job.read(sys.argv[1])
+    sys.stdout.reconfigure(line_buffering=True)
+    if int(os.environ["LOCAL_RANK"]):
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - rank 0 speaks for all
+    if job.training.gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if job.training.gpus else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    try:
+        train(job)
+    except UserError as error:
+        print(f"error: {error}", file=sys.__stdout__, flush=True)
+        os._exit(1)  # the other ranks wait in a collective: no orderly end
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
