@@ -1,0 +1,74 @@
+# EAGLE-3 draft models: conversations -> hidden states -> draft -> acceptance length.
+# Each stage is a file in rules/, in order of execution; settings and their reasons are in config/.
+
+import os
+from snakemake.utils import min_version
+
+min_version("9.27.1")
+
+# `configfile:` would merge the default under the user's file: a token budget of the demo in a
+# run of days. One file, whole.
+if not workflow.config_settings.configfiles:
+
+    configfile: os.path.join(workflow.basedir, "config", "config.yaml")
+
+
+include: "rules/common.smk"
+include: "rules/samples.smk"
+include: "rules/hidden_states.smk"
+include: "rules/draft_model.smk"
+include: "rules/acceptance.smk"
+include: "rules/lineage.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        all_hidden_states,
+        plan.paths(f"{DRAFT}/export"),
+        plan.paths(f"{DRAFT}/acceptance.json"),
+        "results/summary.json",
+
+
+# Stages by name: `snakemake extract`, `snakemake train`, …
+rule samples:
+    input:
+        plan.paths(f"{DATASET}/samples.parquet"),
+
+
+rule extract:
+    input:
+        all_hidden_states,
+        plan.paths(f"{STATES}/hidden_states.parquet"),
+
+
+rule train:
+    input:
+        plan.paths(f"{DRAFT}/training/training.json"),
+
+
+rule export:
+    input:
+        plan.paths(f"{DRAFT}/export"),
+
+
+rule acceptance:
+    input:
+        plan.paths(f"{DRAFT}/acceptance.json"),
+
+
+localrules:
+    all,
+    samples,
+    extract,
+    train,
+    export,
+    acceptance,
+
+
+onsuccess:
+    print(end_of_run(log))
+
+
+onerror:
+    print(end_of_run(log))

@@ -1,0 +1,162 @@
+"""What the rules ask: which run a job belongs to, where its results lie, what shapes them. No torch.
+
+Paths carry the lineage: `results/{target}/{dataset}/{key}/{draft}`; `key` digests what a hidden
+state depends on (`hidden_states.StateKey`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3lib import config as settings
+from eagle3lib import hidden_states, shards, sources, targets
+from eagle3lib.config import RunConfig, plain
+from eagle3lib.errors import UserError
+
+RESULTS = Path("results")
+STORE = RESULTS / "store"
+SOURCES = RESULTS / "store" / "sources"
+
+# How fast or where, not what: settings that never rerun anything.
+NOT_SHAPING = {
+    "dataset": {"name", "conversations", "shard_size"},
+    "regenerate": {"batch_size", "parts"},
+    "draft": {"name"},
+    "training": {"gpus", "processes", "checkpoint_minutes"},
+    "acceptance": {"prompts"},
+    "target": {"name"},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One target, dataset and draft, with the identities known at parse time."""
+
+    cfg: RunConfig
+    identity: targets.TargetIdentity
+
+    @functools.cached_property
+    def key(self) -> hidden_states.StateKey:
+        return hidden_states.StateKey(
+            target_fingerprint=self.identity.fingerprint,
+            aux_layer_ids=tuple(targets.aux_layer_ids(self.cfg.hidden_states.aux_layer_ids, self.identity)),
+            engine=self.cfg.engine.name,
+            compute_dtype=self.cfg.engine.compute_dtype,
+            storage_format=self.cfg.hidden_states.storage_format,
+        )
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The wildcards of this run."""
+        cfg = self.cfg
+        return {"target": cfg.target.name, "dataset": cfg.dataset.name, "key": self.key.short, "draft": cfg.draft.name}
+
+    def shaping(self, section: str) -> dict[str, Any]:
+        """A section as plain values, less the settings that change no result: what a rule tracks as a param."""
+        values = plain(getattr(self.cfg, section))
+        return {name: value for name, value in values.items() if name not in NOT_SHAPING.get(section, set())}
+
+
+class Plan:
+    """All runs of a configuration."""
+
+    def __init__(self, values: dict[str, Any]):
+        runs = settings.load(values).expand()
+        identities = {run.target: _identify(run.target) for run in runs}
+        self.runs = [Run(run, identities[run.target]) for run in runs]
+        for run in self.runs:
+            _ = run.key  # wrong aux ids are a fault of the configuration: say so before anything runs
+
+    @property
+    def shard_size(self) -> int:
+        return self.runs[0].cfg.dataset.shard_size
+
+    def of(self, wildcards: Any) -> Run:
+        """The run (or the first of several) that a job with these wildcards belongs to."""
+        asked = {name: getattr(wildcards, name) for name in ("target", "dataset", "draft") if hasattr(wildcards, name)}
+        for run in self.runs:
+            if all(run.names[name] == value for name, value in asked.items()):
+                return run
+        raise UserError(f"no run of the config makes {asked}; check the names in the path against the config")
+
+    def paths(self, pattern: str) -> list[str]:
+        """A path pattern filled for every run, each once, in order."""
+        return list(dict.fromkeys(pattern.format(**run.names) for run in self.runs))
+
+    def shaping(self, section: str) -> Callable[[Any], dict[str, Any]]:
+        return lambda wildcards: self.of(wildcards).shaping(section)
+
+
+def load_run(job: Any) -> RunConfig:
+    """The typed sections of a script's job. Fingerprints are not taken again: a job gets them as params."""
+    runs = settings.load(job.config).expand()
+    asked = {n: getattr(job.wildcards, n) for n in ("target", "dataset", "draft") if hasattr(job.wildcards, n)}
+    for run in runs:
+        if all(getattr(run, name).name == value for name, value in asked.items()):
+            return run
+    raise UserError(f"no run of the config makes {asked}")
+
+
+def _identify(target: settings.TargetConfig) -> targets.TargetIdentity:
+    return targets.identify(target, STORE / "fingerprints" / f"{target.name}.json")
+
+
+def conversation_files(entries: list[str]) -> list[str]:
+    """Local paths of `dataset.conversations` or `acceptance.prompts`; those of packages are made by a rule."""
+    return [str(path) for path in sources.resolve(entries, SOURCES)]
+
+
+def source_spec(path: str) -> str:
+    """The `package:` spec whose prompts lie at `path`."""
+    for spec in sources.known():
+        if str(sources.source_path(spec, SOURCES)) == path:
+            return spec
+    raise UserError(f"{path}: no known source of prompts lies there; known: {', '.join(sources.known())}")
+
+
+# --- after the checkpoint ----------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=8)
+def _read_shards(path: str, mtime_ns: int) -> dict[str, dict]:
+    return json.loads(Path(path).read_text())
+
+
+def read_shards(path: str | Path) -> dict[str, dict]:
+    """shards.json: shard -> {"sha256", "n_samples", "n_tokens"}."""
+    return _read_shards(str(path), Path(path).stat().st_mtime_ns)
+
+
+def shard_sha256(path: str | Path, shard: str) -> str | None:
+    """What a shard holds, or None before the checkpoint has run."""
+    try:
+        return read_shards(path).get(shard, {}).get("sha256")
+    except OSError:
+        return None
+
+
+def hidden_state_files(folder: str, sizes: dict[str, dict]) -> list[str]:
+    """Every sample's `.pt` below `folder`."""
+    return [
+        f"{folder}/{hidden_states.slot_path(shard, slot)}" for shard, about in sizes.items() for slot in range(about["n_samples"])
+    ]
+
+
+def shard_kinds(shard_size: int) -> list[tuple[str, int, str]]:
+    """(rule name, slots, regex of {shard}) of the full shards and of each tail size: one rule each."""
+    kinds = [("extract_hidden_states", shard_size, r"\d{5}")]
+    return kinds + [(f"extract_tail_{n}", n, f"tail_{n}") for n in shards.tail_sizes(shard_size)]
+
+
+def state_key(values: dict[str, Any]) -> hidden_states.StateKey:
+    """Back from the plain values of a rule's params."""
+    return hidden_states.StateKey(**{**values, "aux_layer_ids": tuple(values["aux_layer_ids"])})
+
+
+def key_values(key: hidden_states.StateKey) -> dict[str, Any]:
+    return {**asdict(key), "aux_layer_ids": list(key.aux_layer_ids)}

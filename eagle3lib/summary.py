@@ -1,0 +1,144 @@
+"""results/summary.json for programs and summary.md for people: what was made, from what, how good, how long."""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from eagle3lib import __version__
+from eagle3lib.job import write_json, write_text
+
+PACKAGES = ("snakemake", "torch", "transformers", "safetensors", "pandas", "nvidia-ml-py")
+# Benchmark folders of a run, by how deep in target/dataset/key/draft their files lie.
+STAGES = {
+    "prepare_target": "{target}",
+    "regenerate_replies": "{target}/{dataset}",
+    "shard_samples": "{target}/{dataset}",
+    "extract_hidden_states": "{target}/{dataset}/{key}",
+    "index_hidden_states": "{target}/{dataset}/{key}",
+    "train_draft_model": "{target}/{dataset}/{key}/{draft}",
+    "export_draft_model": "{target}/{dataset}/{key}/{draft}",
+    "measure_acceptance": "{target}/{dataset}/{key}/{draft}",
+}
+
+
+def collect(names: dict[str, str], results: Path = Path("results")) -> dict[str, Any]:
+    """The figures of one run (`names`: its wildcards), from the files its rules made."""
+    dataset = results / names["target"] / names["dataset"]
+    draft = dataset / names["key"] / names["draft"]
+    states = _read(draft.parent / "data_config.json")
+    training = _read(draft / "training" / "training.json")
+    acceptance = _read(draft / "acceptance.json")
+    return {
+        **names,
+        "acceptance_length": acceptance["acceptance_length"],
+        "acceptance_rate": acceptance["acceptance_rate"],
+        "acceptance": {k: v for k, v in acceptance.items() if k not in ("per_prompt", "prompts_detail")},
+        "training": training["metrics"] if "metrics" in training else training,
+        "samples": states["samples"],
+        "tokens": states["tokens"],
+        "supervised_tokens": states["supervised_tokens"],
+        "hidden_state_bytes": states["bytes"],
+        "rejected": _rejected(dataset / "rejected.jsonl"),
+        "target_fingerprint": states["target_fingerprint"],
+        "aux_layer_ids": states["aux_layer_ids"],
+        "gpu_release": _read(draft / "gpu_release.json")["nvml"],
+        "stages": stages(names, results / "benchmarks"),
+        "versions": versions(),
+    }
+
+
+def stages(names: dict[str, str], folder: Path) -> dict[str, dict[str, float]]:
+    """Minutes and CPU-seconds by stage, summed over its jobs' last runs (jobs side by side count each)."""
+    found = {}
+    for stage, pattern in STAGES.items():
+        files = [folder / stage / f"{pattern.format(**names)}.tsv"]
+        files += sorted((folder / stage / pattern.format(**names)).glob("*.tsv"))
+        rows = [row for path in files if path.exists() for row in _benchmark_rows(path)]
+        if rows:
+            found[stage] = {
+                "jobs": len(rows),
+                "minutes": round(sum(_number(row["s"]) for row in rows) / 60, 2),
+                "cpu_seconds": round(sum(_number(row.get("cpu_time")) for row in rows), 1),
+            }
+    return found
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "eagle3lib": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def write(runs: Sequence[dict[str, Any]], config: dict[str, Any], text: str, json_file: str, config_file: str) -> None:
+    write_json(json_file, {"runs": list(runs)})
+    write_text(text, "\n".join(_as_text(run) for run in runs))
+    write_text(config_file, yaml.safe_dump(_plain(config), sort_keys=False))
+
+
+def _as_text(run: dict[str, Any]) -> str:
+    acceptance = run["acceptance"]
+    rates = ", ".join(f"{rate:.3f}" for rate in run["acceptance_rate"])
+    lines = [
+        f"# {run['draft']} for {run['target']}, trained on {run['dataset']}",
+        "",
+        f"acceptance length  {run['acceptance_length']:.3f}   ({acceptance.get('formula', '')})",
+        f"acceptance rate    {rates}   (by position: accepted / drafted there)",
+        *(f"{label:<19}{acceptance[key]:.3f}" for label, key in OPTIONAL.items() if acceptance.get(key) is not None),
+        f"samples            {run['samples']:,} ({run['tokens']:,} tokens, {run['supervised_tokens']:,} supervised)",
+        f"hidden states      {run['hidden_state_bytes'] / 1e6:,.1f} MB, aux layers {run['aux_layer_ids']}",
+        f"rejected           {run['rejected'] or 'none'}",
+        f"GPUs               {run['gpu_release']}",
+        "",
+        "| stage | jobs | minutes | CPU-seconds |",
+        "| --- | ---: | ---: | ---: |",
+        *(f"| {n} | {s['jobs']} | {s['minutes']:.2f} | {s['cpu_seconds']:.0f} |" for n, s in run["stages"].items()),
+        "",
+        "versions: " + ", ".join(f"{name} {number}" for name, number in run["versions"].items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+OPTIONAL = {"n-gram drafter": "ngram_acceptance_length"}
+
+
+def _rejected(path: Path) -> dict[str, int]:
+    reasons = [json.loads(line)["reason"] for line in path.read_text().splitlines()]
+    return {str(name): int(count) for name, count in pd.Series(reasons, dtype=str).value_counts().items()}
+
+
+def _benchmark_rows(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t"))
+
+
+def _number(text: str | None) -> float:
+    try:
+        return float(text or 0)
+    except ValueError:  # Snakemake writes "-" or "NA" for a job that was over at once
+        return 0.0
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())

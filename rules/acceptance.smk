@@ -1,0 +1,26 @@
+# exported draft -> acceptance length, by real greedy speculative decoding on prompts it has not seen.
+#
+# in:   results/{target}/{dataset}/{key}/{draft}/export
+# out:  results/{target}/{dataset}/{key}/{draft}/acceptance.json
+
+
+rule measure_acceptance:
+    input:
+        target=f"{TARGET}/target.json",
+        export=f"{DRAFT}/export",
+        prompts=prompt_files,
+        template=template_file,
+    output:
+        acceptance=f"{DRAFT}/acceptance.json",
+    log:
+        "logs/measure_acceptance/{target}/{dataset}/{key}/{draft}.log",
+    benchmark:
+        "results/benchmarks/measure_acceptance/{target}/{dataset}/{key}/{draft}.tsv"
+    threads: workflow.cores
+    resources:
+        gpu=lambda w: cfg(w).engine.gpus,
+    params:
+        acceptance=plan.shaping("acceptance"),
+        code=code("eagle3lib.evaluation"),
+    script:
+        "../scripts/measure_acceptance.py"

@@ -1,0 +1,99 @@
+# What the rules share: the typed configuration, the paths, and functions over them.
+
+from snakemake.exceptions import WorkflowError
+
+from eagle3lib import plan as planning
+from eagle3lib import shards
+from eagle3lib.errors import UserError
+from eagle3lib.lineage import code
+
+try:
+    plan = planning.Plan(config)
+except UserError as error:
+    raise WorkflowError(str(error)) from None
+
+TARGET = "results/targets/{target}"
+DATASET = "results/{target}/{dataset}"
+STATES = DATASET + "/{key}"
+DRAFT = STATES + "/{draft}"
+
+
+wildcard_constraints:
+    target=r"[^/]+",
+    dataset=r"[^/]+",
+    key=r"[0-9a-f]{12}",
+    draft=r"[^/]+",
+    part=r"\d{3}",
+    shard=r"\d{5}|tail_\d+",
+
+
+def cfg(wildcards):
+    return plan.of(wildcards).cfg
+
+
+def state_key(wildcards):
+    return planning.key_values(plan.of(wildcards).key)
+
+
+def files_of(entries):
+    try:
+        return planning.conversation_files(entries)
+    except UserError as error:
+        raise WorkflowError(str(error)) from None
+
+
+def conversation_files(wildcards):
+    return files_of(cfg(wildcards).dataset.conversations)
+
+
+def prompt_files(wildcards):
+    return files_of(cfg(wildcards).acceptance.prompts)
+
+
+def template_file(wildcards):
+    template = cfg(wildcards).dataset.chat_template
+    return [str(template)] if template else []
+
+
+def reply_files(wildcards):
+    """The regenerated replies, or the conversations as they are."""
+    run = cfg(wildcards)
+    if not run.regenerate.enabled:
+        return conversation_files(wildcards)
+    return [f"{DATASET}/replies/{part:03d}.jsonl" for part in range(run.regenerate.parts)]
+
+
+def shards_of(target, dataset, **_):
+    """shard -> what it holds; Snakemake comes back here once the checkpoint has run."""
+    output = checkpoints.shard_samples.get(target=target, dataset=dataset).output
+    return planning.read_shards(output.shards)
+
+
+def shard_file(wildcards):
+    path = f"{DATASET}/shards/{{shard}}.jsonl".format(**wildcards)
+    if shards_of(**wildcards) and not os.path.exists(path):
+        samples = f"{DATASET}/samples.parquet".format(**wildcards)
+        raise WorkflowError(f"{path}: lost; delete {samples} and run the same command again: it is made anew")
+    return path
+
+
+def shard_sha256(wildcards):
+    return planning.shard_sha256(f"{DATASET}/shards.json".format(**wildcards), wildcards.shard)
+
+
+def manifests(wildcards):
+    return [f"{STATES}/hidden_states/{shard}/manifest.json".format(**wildcards) for shard in shards_of(**wildcards)]
+
+
+def all_hidden_states(_):
+    files = {}
+    for run in plan.runs:
+        folder = STATES.format(**run.names) + "/hidden_states"
+        files[folder] = planning.hidden_state_files(folder, shards_of(**run.names))
+    return sum(files.values(), [])
+
+
+def end_of_run(log):
+    from eagle3lib import gpus
+
+    return f"GPUs: {gpus.summary()}. Summary: results/summary.md; log of this run: {log}"

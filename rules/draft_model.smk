@@ -1,0 +1,68 @@
+# hidden states -> draft model -> a folder that SGLang and vLLM load.
+#
+# in:   results/{target}/{dataset}/{key}/hidden_states.parquet
+# out:  results/{target}/{dataset}/{key}/{draft}/training/, export/
+
+
+rule build_vocab_mapping:
+    input:
+        target=f"{TARGET}/target.json",
+        samples=f"{DATASET}/samples.parquet",
+        shards=f"{DATASET}/shards.json",
+    output:
+        mapping=f"{DRAFT}/vocab_mapping.safetensors",
+    log:
+        "logs/build_vocab_mapping/{target}/{dataset}/{key}/{draft}.log",
+    benchmark:
+        "results/benchmarks/build_vocab_mapping/{target}/{dataset}/{key}/{draft}.tsv"
+    params:
+        draft_vocab_size=lambda w: cfg(w).draft.draft_vocab_size,
+        code=code("eagle3lib.shards", "eagle3lib.vocab_mapping"),
+    script:
+        "../scripts/build_vocab_mapping.py"
+
+
+rule train_draft_model:
+    input:
+        target=f"{TARGET}/target.json",
+        table=f"{STATES}/hidden_states.parquet",
+        mapping=f"{DRAFT}/vocab_mapping.safetensors",
+        # The order matters, its content does not: who held the GPUs changes no draft.
+        release=ancient(f"{DRAFT}/gpu_release.json"),
+    output:
+        weights=f"{DRAFT}/training/model.safetensors",
+        record=f"{DRAFT}/training/training.json",
+        metrics=f"{DRAFT}/training/metrics.jsonl",
+    log:
+        "logs/train_draft_model/{target}/{dataset}/{key}/{draft}.log",
+    benchmark:
+        "results/benchmarks/train_draft_model/{target}/{dataset}/{key}/{draft}.tsv"
+    threads: workflow.cores
+    resources:
+        gpu=lambda w: cfg(w).training.gpus,
+    params:
+        key=state_key,
+        draft=plan.shaping("draft"),
+        training=plan.shaping("training"),
+        code=code("eagle3lib.training"),
+    script:
+        "../scripts/train_draft_model.py"
+
+
+rule export_draft_model:
+    input:
+        target=f"{TARGET}/target.json",
+        weights=f"{DRAFT}/training/model.safetensors",
+        record=f"{DRAFT}/training/training.json",
+        mapping=f"{DRAFT}/vocab_mapping.safetensors",
+    output:
+        export=directory(f"{DRAFT}/export"),
+    log:
+        "logs/export_draft_model/{target}/{dataset}/{key}/{draft}.log",
+    benchmark:
+        "results/benchmarks/export_draft_model/{target}/{dataset}/{key}/{draft}.tsv"
+    params:
+        key=state_key,
+        code=code("eagle3lib.export"),
+    script:
+        "../scripts/export_draft_model.py"

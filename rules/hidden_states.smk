@@ -1,0 +1,85 @@
+# samples -> hidden states of the target, one `.pt` a sample, linked from the store; their index.
+#
+# in:   results/{target}/{dataset}/shards/{shard}.jsonl
+# out:  results/{target}/{dataset}/{key}/hidden_states/{shard}/{slot}.pt, manifest.json
+#       results/{target}/{dataset}/{key}/sample_lengths.json, hidden_states.parquet, data_config.json
+
+
+rule plan_storage:
+    input:
+        target=f"{TARGET}/target.json",
+        samples=f"{DATASET}/samples.parquet",
+    output:
+        plan=f"{STATES}/storage_plan.json",
+    log:
+        "logs/plan_storage/{target}/{dataset}/{key}.log",
+    benchmark:
+        "results/benchmarks/plan_storage/{target}/{dataset}/{key}.tsv"
+    params:
+        key=state_key,
+    script:
+        "../scripts/plan_storage.py"
+
+
+# One rule for the full shards and one for each size of tail: Snakemake wants the number of
+# outputs of a rule at parse time, and 41 left over = 32 + 8 + 1.
+for rule_name, slots, shard_regex in planning.shard_kinds(plan.shard_size):
+
+    rule:
+        name:
+            rule_name
+        input:
+            target=f"{TARGET}/target.json",
+            # The plan tells of the disk at one moment, and a touched shard is the same shard: sha256 below.
+            plan=ancient(f"{STATES}/storage_plan.json"),
+            shard=ancient(shard_file),
+        output:
+            states=[f"{STATES}/hidden_states/{{shard}}/{slot:04d}.pt" for slot in range(slots)],
+            manifest=f"{STATES}/hidden_states/{{shard}}/manifest.json",
+        log:
+            "logs/extract_hidden_states/{target}/{dataset}/{key}/{shard}.log",
+        benchmark:
+            "results/benchmarks/extract_hidden_states/{target}/{dataset}/{key}/{shard}.tsv"
+        resources:
+            gpu=lambda w: cfg(w).engine.gpus,
+        params:
+            key=state_key,
+            shard_sha256=shard_sha256,
+            code=code("eagle3lib.extraction", "eagle3lib.engines.transformers"),
+        wildcard_constraints:
+            shard=shard_regex,
+        script:
+            "../scripts/extract_hidden_states.py"
+
+
+rule index_hidden_states:
+    input:
+        samples=f"{DATASET}/samples.parquet",
+        target=f"{TARGET}/target.json",
+        manifests=manifests,
+    output:
+        lengths=f"{STATES}/sample_lengths.json",
+        table=f"{STATES}/hidden_states.parquet",
+        config=f"{STATES}/data_config.json",
+    log:
+        "logs/index_hidden_states/{target}/{dataset}/{key}.log",
+    benchmark:
+        "results/benchmarks/index_hidden_states/{target}/{dataset}/{key}.tsv"
+    params:
+        key=state_key,
+        code=code("eagle3lib.extraction"),
+    script:
+        "../scripts/index_hidden_states.py"
+
+
+rule release_gpus:
+    input:
+        table=f"{STATES}/hidden_states.parquet",
+    output:
+        record=f"{DRAFT}/gpu_release.json",
+    log:
+        "logs/release_gpus/{target}/{dataset}/{key}/{draft}.log",
+    benchmark:
+        "results/benchmarks/release_gpus/{target}/{dataset}/{key}/{draft}.tsv"
+    script:
+        "../scripts/release_gpus.py"

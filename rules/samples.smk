@@ -1,0 +1,78 @@
+# conversations -> replies of the target -> samples: token ids with a loss mask, in shards.
+#
+# in:   the user's JSONL, or prompts out of a package
+# out:  results/targets/{target}/target.json
+#       results/{target}/{dataset}/samples.parquet, shards/{shard}.jsonl, shards.json, rejected.jsonl
+
+
+rule prepare_target:
+    output:
+        info=f"{TARGET}/target.json",
+    log:
+        "logs/prepare_target/{target}.log",
+    benchmark:
+        "results/benchmarks/prepare_target/{target}.tsv"
+    params:
+        target=plan.shaping("target"),
+        fingerprint=lambda w: plan.of(w).identity.fingerprint,
+        code=code("eagle3lib.targets", "eagle3lib.gguf_target"),
+    script:
+        "../scripts/prepare_target.py"
+
+
+rule fetch_prompts:
+    output:
+        prompts="results/store/sources/{source}.jsonl",
+    log:
+        "logs/fetch_prompts/{source}.log",
+    benchmark:
+        "results/benchmarks/fetch_prompts/{source}.tsv"
+    params:
+        source=lambda w, output: planning.source_spec(output.prompts),
+        code=code("eagle3lib.sources"),
+    script:
+        "../scripts/fetch_prompts.py"
+
+
+rule regenerate_replies:
+    input:
+        target=f"{TARGET}/target.json",
+        conversations=conversation_files,
+        template=template_file,
+    output:
+        replies=f"{DATASET}/replies/{{part}}.jsonl",
+    log:
+        "logs/regenerate_replies/{target}/{dataset}/{part}.log",
+    benchmark:
+        "results/benchmarks/regenerate_replies/{target}/{dataset}/{part}.tsv"
+    resources:
+        gpu=lambda w: cfg(w).engine.gpus,
+    params:
+        dataset=plan.shaping("dataset"),
+        regenerate=plan.shaping("regenerate"),
+        engine=lambda w: plan.of(w).key.engine,
+        compute_dtype=lambda w: plan.of(w).key.compute_dtype,
+        code=code("eagle3lib.regeneration", "eagle3lib.engines.transformers"),
+    script:
+        "../scripts/regenerate_replies.py"
+
+
+checkpoint shard_samples:
+    input:
+        target=f"{TARGET}/target.json",
+        conversations=reply_files,
+        template=template_file,
+    output:
+        samples=f"{DATASET}/samples.parquet",
+        shards=f"{DATASET}/shards.json",
+        rejected=f"{DATASET}/rejected.jsonl",
+    log:
+        "logs/shard_samples/{target}/{dataset}.log",
+    benchmark:
+        "results/benchmarks/shard_samples/{target}/{dataset}.tsv"
+    params:
+        dataset=plan.shaping("dataset"),
+        shard_size=plan.shard_size,
+        code=code("eagle3lib.shards"),
+    script:
+        "../scripts/shard_samples.py"

@@ -1,0 +1,18 @@
+"""Bytes of hidden states to come against the disk; refuses before the first byte."""
+
+import pandas as pd
+
+from eagle3lib import extraction, plan
+from eagle3lib.job import job_log, write_json
+from eagle3lib.targets import TargetInfo
+
+with job_log(snakemake.log[0]):
+    run = plan.load_run(snakemake)
+    samples = pd.read_parquet(snakemake.input.samples, columns=["sample_id", "n_tokens"])
+    target = TargetInfo.read(snakemake.input.target)
+    report = extraction.storage_plan(
+        samples, plan.STORE, plan.state_key(snakemake.params.key), target.hidden_size, run.storage
+    )
+    print(report)
+    extraction.check_storage(report)
+    write_json(snakemake.output.plan, report)

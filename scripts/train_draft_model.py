@@ -1,0 +1,28 @@
+"""Train the draft, or go on training it, or link the one that the store holds for the same digest."""
+
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from eagle3lib import drafts, gpus, plan
+from eagle3lib.job import job_log
+from eagle3lib.targets import TargetInfo
+
+with job_log(snakemake.log[0]):
+    run = plan.load_run(snakemake)
+    gpus.check_granted(snakemake.resources.gpu, run.training.gpus, "training.gpus")
+    # The record of release_gpus may be of another day.
+    gpus.release(run.training.gpus, run.gpus)
+    torch.set_num_threads(snakemake.threads)
+    job = drafts.make_job(
+        pd.read_parquet(snakemake.input.table),
+        Path(snakemake.input.table).parent / "hidden_states",
+        plan.STORE,
+        snakemake.input.mapping,
+        {name: snakemake.params[name] for name in ("key", "draft", "training", "code")},
+        target=TargetInfo.read(snakemake.input.target),
+        draft=run.draft,
+        training=run.training,
+    )
+    drafts.train_once(job, [Path(path) for path in snakemake.output])

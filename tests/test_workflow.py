@@ -1,0 +1,242 @@
+"""Change X: exactly these rules run again, and exactly these samples are computed anew (design.md section 3)."""
+
+import json
+import os
+import shutil
+from collections import Counter
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny import make_target, write_conversations
+from workflow import Workspace
+
+N, K = 11, 4  # two full shards, tail_2, tail_1
+EXTRACT = ["extract_hidden_states", "extract_tail_2", "extract_tail_1"]
+AFTER_TRAINING = {"export_draft_model": 1, "measure_acceptance": 1, "plot_results": 1, "summarize": 1}
+TRAINING = {"train_draft_model": 1, **AFTER_TRAINING}
+ALL_EXTRACTION = {"plan_storage": 1, "extract_hidden_states": 2, "extract_tail_2": 1, "extract_tail_1": 1}
+# A new key is a new folder: everything below it is made there.
+NEW_KEY = {**ALL_EXTRACTION, "index_hidden_states": 1, "release_gpus": 1, "build_vocab_mapping": 1, **TRAINING}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole run, made once; each test changes a copy."""
+    folder = tmp_path_factory.mktemp("workspace") / "first"
+    inputs = folder / "inputs"
+    inputs.mkdir(parents=True)
+    workspace = Workspace(
+        folder,
+        {
+            "target": {"name": "tiny", "model": str(make_target(inputs / "target"))},
+            "dataset": {
+                "name": "talk",
+                "conversations": [str(write_conversations(inputs / "talk.jsonl", N))],
+                "max_tokens": 128,
+                "shard_size": K,
+                "validation_fraction": 0.2,
+            },
+            "regenerate": {"enabled": False},
+            "storage": {"reserve_bytes": 0},
+            "draft": {"draft_vocab_size": 64},
+            "training": {"ttt_steps": 2, "epochs": 1, "batch_tokens": 256},
+            "acceptance": {
+                "prompts": [str(write_conversations(inputs / "prompts.jsonl", 3))],
+                "max_new_tokens": 8,
+                "draft_steps": 2,
+            },
+        },
+    )
+    workspace.snakemake()
+    return workspace
+
+
+@pytest.fixture
+def workspace(finished, tmp_path):
+    return finished.copy(tmp_path / "copy")
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert old in text, f"{old!r} is not in {path}"
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_finished_run_has_everything(finished):
+    assert len(finished.states()) == N
+    assert finished.computed() == N
+    summary = json.loads(finished.result("summary.json").read_text())["runs"][0]
+    assert summary["samples"] == N
+    assert summary["acceptance_length"] is None or summary["acceptance_length"] >= 1
+    assert len(json.loads(finished.result("*/*/*/sample_lengths.json").read_text())) == N
+    assert json.loads(finished.result("*/*/*/*/gpu_release.json").read_text())["nvml"]
+    assert not list(finished.run_folder.rglob("*.part"))
+
+
+def test_second_run_has_nothing_to_do(workspace):
+    assert "Nothing to be done" in workspace.snakemake().stdout + workspace.snakemake().stderr
+
+
+# What is changed -> the rules of a dry run. A checkpoint that runs again hides what follows it.
+def comment_in_a_module(w):
+    path = w.code / "eagle3lib/training_time_test.py"
+    path.write_text(f"# a comment\n{path.read_text()}\n\n# another one\n")
+
+
+def docstring_of_a_module(w):
+    edit(w.code / "eagle3lib/extraction.py", '"""One shard', '"""A shard')
+
+
+def message_of_a_script(w):
+    edit(w.code / "scripts/train_draft_model.py", '"""', '"""Well now. ')
+
+
+def touch_everything(w):
+    for path in w.run_folder.rglob("results/**/*"):
+        os.utime(path)
+    for path in (w.folder / "inputs").rglob("*"):
+        os.utime(path)
+
+
+def code_of_training(w):
+    edit(w.code / "eagle3lib/training_time_test.py", "step_decay ** torch.arange(steps, dtype=torch.float64)", "(step_decay + 0) ** torch.arange(steps, dtype=torch.float64)")  # fmt: skip
+
+
+def code_of_extraction(w):
+    edit(w.code / "eagle3lib/extraction.py", "TOKENS_IN_FLIGHT = 8192", "TOKENS_IN_FLIGHT = 8191")
+
+
+def target_weights(w):
+    path = w.folder / "inputs/target/model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] *= 1.01
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+CHANGES = [
+    (comment_in_a_module, {}),
+    (docstring_of_a_module, {}),
+    (message_of_a_script, {}),
+    (touch_everything, {}),
+    (lambda w: w.set("engine.batch_tokens", 512), {}),
+    (lambda w: w.set("training.checkpoint_minutes", 1), {}),
+    (lambda w: w.set("storage.limit_bytes", 10**12), {}),
+    (lambda w: w.set("training.learning_rate", 2e-4), TRAINING),
+    (lambda w: w.set("training.ttt_steps", 3), TRAINING),
+    (code_of_training, TRAINING),
+    (lambda w: w.set("acceptance.draft_steps", 3), {"measure_acceptance": 1, "plot_results": 1, "summarize": 1}),
+    (lambda w: w.set("hidden_states.aux_layer_ids", [1, 3, 6]), NEW_KEY),
+    (lambda w: w.set("dataset.shard_size", 5), {"shard_samples": 1}),
+    (lambda w: w.set("dataset.seed", 1), {"shard_samples": 1}),
+]
+IDS = [
+    "a comment", "a docstring", "a script's docstring", "touch of all files", "batch size of the engine",
+    "checkpoint interval", "storage limit", "learning rate", "ttt_steps", "code of the trainer", "draft_steps",
+    "aux layer ids", "K", "seed of the split",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "expected"), CHANGES, ids=IDS)
+def test_what_runs_again(workspace, change, expected):
+    change(workspace)
+    planned = workspace.planned()
+    if "shard_samples" in expected:
+        assert planned["shard_samples"] == 1 and "prepare_target" not in planned
+    else:
+        assert planned == Counter(expected)
+
+
+def test_code_of_extraction_reruns_its_jobs_and_computes_nothing(workspace):
+    code_of_extraction(workspace)
+    planned = workspace.planned()
+    assert {name: planned[name] for name in EXTRACT} == {name: ALL_EXTRACTION[name] for name in EXTRACT}
+    workspace.clear_logs()
+    workspace.snakemake()
+    assert workspace.computed() == 0
+    # A re-linked state retrains nothing: the draft is found in the store.
+    assert "found" in next(workspace.run_folder.rglob("logs/train_draft_model/**/*.log")).read_text()
+
+
+def run_extract(workspace):
+    workspace.clear_logs()
+    workspace.snakemake("extract")
+    return workspace.computed()
+
+
+def test_one_line_changed_computes_one_sample(workspace):
+    path = workspace.folder / "inputs/talk.jsonl"
+    lines = path.read_text().splitlines()
+    lines[5] = lines[5].replace("5: ", "five: ")
+    path.write_text("\n".join(lines) + "\n")
+    assert run_extract(workspace) == 1
+    assert len(workspace.states()) == N
+
+
+def test_one_line_inserted_computes_one_sample(workspace):
+    path = workspace.folder / "inputs/talk.jsonl"
+    lines = path.read_text().splitlines()
+    lines.insert(3, lines[3].replace("3: ", "three and a half: "))
+    path.write_text("\n".join(lines) + "\n")
+    assert run_extract(workspace) == 1
+    assert len(workspace.states()) == N + 1
+
+
+def test_another_shard_size_computes_nothing(workspace):
+    workspace.set("dataset.shard_size", 5)
+    assert run_extract(workspace) == 0
+
+
+def test_other_weights_of_the_target_compute_everything(workspace):
+    target_weights(workspace)
+    assert workspace.planned()["prepare_target"] == 1
+    assert run_extract(workspace) == N
+
+
+def test_deleted_link_is_linked_again(workspace):
+    state = workspace.states()["00001/0002.pt"]
+    inode = state.stat().st_ino
+    state.unlink()
+    planned = workspace.planned()
+    assert planned["extract_hidden_states"] == 1
+    assert run_extract(workspace) == 0
+    assert state.stat().st_ino == inode
+
+
+def test_lost_shard_file_is_named_with_the_remedy(workspace):
+    path = workspace.result("tiny/talk/shards/00001.jsonl")
+    path.unlink()
+    workspace.states()["00001/0002.pt"].unlink()
+    done = workspace.snakemake("--dry-run", check=False)
+    assert done.returncode
+    assert "shards/00001.jsonl: lost; delete results/tiny/talk/samples.parquet" in done.stdout + done.stderr
+
+
+def test_wrong_config_is_one_line_with_the_key(workspace):
+    workspace.set("training.learnig_rate", 1e-4)
+    done = workspace.snakemake(check=False)
+    message = done.stdout + done.stderr
+    assert done.returncode and "config: training.learnig_rate: unknown key; did you mean 'learning_rate'?" in message
+    assert len(workspace.states()) == N
+
+
+def test_missing_conversations_are_named(workspace):
+    workspace.set("dataset.conversations", ["no/such.jsonl"])
+    done = workspace.snakemake(check=False)
+    assert done.returncode and "no/such.jsonl: no such file; check dataset.conversations" in done.stdout + done.stderr
+
+
+def test_fewer_gpus_than_asked_for_stops(workspace):
+    workspace.set("training.gpus", 8)
+    workspace.set("training.learning_rate", 3e-4)
+    done = workspace.snakemake("--resources", "gpu=4", check=False)
+    assert done.returncode and "training.gpus: 8 GPUs wanted, 4 granted" in done.stdout + done.stderr
+
+
+def test_plan_of_the_headline_case_without_its_weights(tmp_path):
+    from workflow import ROOT
+
+    workspace = Workspace(tmp_path, {})
+    shutil.copy(ROOT / "config/kimi-k2.5.yaml", tmp_path / "config.yaml")
+    planned = workspace.planned()
+    assert planned["shard_samples"] == 1 and planned["prepare_target"] == 1
+    assert not workspace.states()

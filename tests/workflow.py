@@ -1,0 +1,97 @@
+"""A workspace in which the real Snakefile runs as a user would run it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+
+
+class Workspace:
+    """A copy of the project's code, a configuration, and the folder in which snakemake runs."""
+
+    def __init__(self, folder: Path, config: dict | None = None):
+        self.folder = folder
+        self.code, self.run_folder = folder / "code", folder / "run"
+        if config is not None:
+            for name in ("eagle3lib", "rules", "scripts", "profiles", "docs/captions"):
+                shutil.copytree(ROOT / name, self.code / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copy(ROOT / "Snakefile", self.code)
+            self.run_folder.mkdir(parents=True)
+            self.config = config
+
+    @property
+    def config(self) -> dict:
+        return yaml.safe_load((self.folder / "config.yaml").read_text())
+
+    @config.setter
+    def config(self, values: dict) -> None:
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(values))
+
+    def set(self, path: str, value) -> None:
+        values = self.config
+        *sections, key = path.split(".")
+        section = values
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[key] = value
+        self.config = values
+
+    def copy(self, folder: Path) -> Workspace:
+        """The same in another place, hard links kept, as `cp -a` does."""
+        subprocess.run(["cp", "-a", self.folder, folder], check=True)
+        moved = Workspace(folder)
+        # Absolute paths in the config point at inputs that stay where they are, unless they lie in here.
+        (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace(str(self.folder), str(folder)))
+        return moved
+
+    def command(self, *arguments: str) -> list[str]:
+        snakemake = [sys.executable, "-m", "snakemake", "--snakefile", str(self.code / "Snakefile")]
+        snakemake += ["--directory", str(self.run_folder), "--configfile", str(self.folder / "config.yaml")]
+        return [*snakemake, "--workflow-profile", str(self.code / "profiles/default"), *arguments]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": str(self.code), "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+    def snakemake(self, *arguments: str, check: bool = True, cores: int = 2) -> subprocess.CompletedProcess:
+        command = self.command("--cores", str(cores), *arguments)
+        done = subprocess.run(command, cwd=self.run_folder, env=self.environment, capture_output=True, text=True, timeout=580)
+        if check and done.returncode:
+            raise AssertionError(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+        return done
+
+    def planned(self, *arguments: str) -> Counter:
+        """rule -> number of jobs that a dry run would start."""
+        done = self.snakemake("--dry-run", *arguments)
+        return job_counts(done.stdout + done.stderr)
+
+    def computed(self) -> int:
+        """Samples that the extraction jobs (their last logs) computed, not found."""
+        logs = (self.run_folder / "logs/extract_hidden_states").rglob("*.log")
+        return sum(int(n) for log in logs for n in re.findall(r"'computed': (\d+)", log.read_text()))
+
+    def clear_logs(self) -> None:
+        shutil.rmtree(self.run_folder / "logs", ignore_errors=True)
+
+    def states(self) -> dict[str, Path]:
+        """Path below hidden_states/ -> file, of every linked sample."""
+        return {f"{p.parent.name}/{p.name}": p for p in self.run_folder.glob("results/*/*/*/hidden_states/*/*.pt")}
+
+    def result(self, pattern: str) -> Path:
+        return next(self.run_folder.glob(f"results/{pattern}"))
+
+
+def job_counts(text: str) -> Counter:
+    """Snakemake's table of jobs, as a Counter without `total` and the rules that only collect."""
+    table = re.search(r"^job\s+count\n-+\s+-+\n(.*?)^total", text, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^(\w+)\s+(\d+)\s*$", table.group(1), re.MULTILINE) if table else []
+    return Counter({name: int(count) for name, count in rows if name not in ("all", "extract", "train")})
