@@ -41,8 +41,10 @@ def collect(names: dict[str, str], results: Path = Path("results")) -> dict[str,
         **names,
         "acceptance_length": acceptance["acceptance_length"],
         "acceptance_rate": acceptance["acceptance_rate"],
-        "acceptance": {k: v for k, v in acceptance.items() if k not in ("per_prompt", "prompts_detail")},
-        "training": training["metrics"] if "metrics" in training else training,
+        "acceptance": {k: v for k, v in acceptance.items() if k != "per_prompt"},
+        "accuracy": training["metrics"].get("validation", training["metrics"]["train"])["accuracy_of_supervised"],
+        "validation": training["metrics"].get("validation", {}),
+        "training": {k: training[k] for k in ("epochs", "steps", "tokens", "seconds", "processes", "parameters")},
         "samples": states["samples"],
         "tokens": states["tokens"],
         "supervised_tokens": states["supervised_tokens"],
@@ -90,17 +92,22 @@ def write(runs: Sequence[dict[str, Any]], config: dict[str, Any], text: str, jso
 
 def _as_text(run: dict[str, Any]) -> str:
     acceptance = run["acceptance"]
-    rates = ", ".join(f"{rate:.3f}" for rate in run["acceptance_rate"])
+    rates = ", ".join(_figure(rate) for rate in run["acceptance_rate"])
     lines = [
         f"# {run['draft']} for {run['target']}, trained on {run['dataset']}",
         "",
-        f"acceptance length  {run['acceptance_length']:.3f}   ({acceptance.get('formula', '')})",
-        f"acceptance rate    {rates}   (by position: accepted / drafted there)",
-        *(f"{label:<19}{acceptance[key]:.3f}" for label, key in OPTIONAL.items() if acceptance.get(key) is not None),
+        f"acceptance length  {_figure(run['acceptance_length'])}, over all replies "
+        f"{_figure(acceptance['acceptance_length_all'])}, n-gram drafter {_figure(acceptance['ngram_acceptance_length'])}",
+        f"acceptance rate    {rates}   by position",
+        f"validation         acceptance length {_figure(run['validation'].get('acceptance_length'))}, accuracy of "
+        f"supervised tokens {', '.join(map(_figure, run['validation'].get('accuracy_of_supervised', [])))}",
         f"samples            {run['samples']:,} ({run['tokens']:,} tokens, {run['supervised_tokens']:,} supervised)",
         f"hidden states      {run['hidden_state_bytes'] / 1e6:,.1f} MB, aux layers {run['aux_layer_ids']}",
         f"rejected           {run['rejected'] or 'none'}",
         f"GPUs               {run['gpu_release']}",
+        "",
+        *(acceptance[name] for name in ("formula", "rate_formula", "degenerate_rule")),
+        f"{acceptance['prompts']} prompts, {acceptance['degenerate']} degenerate replies left out",
         "",
         "| stage | jobs | minutes | CPU-seconds |",
         "| --- | ---: | ---: | ---: |",
@@ -112,7 +119,9 @@ def _as_text(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-OPTIONAL = {"n-gram drafter": "ngram_acceptance_length"}
+def _figure(value: float | None) -> str:
+    """A figure may be missing: all replies degenerate, a position never drafted, nothing held out."""
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _rejected(path: Path) -> dict[str, int]:

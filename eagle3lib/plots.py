@@ -1,0 +1,188 @@
+"""The report's figures, as SVG files that are byte for byte the same for the same numbers.
+
+Colours are Okabe and Ito's (safe for the colour blind). The metrics file is JSON
+lines as training writes them: {"kind": "train" | "validation", "step", "loss", "accuracy": one value a draft step}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from eagle3lib.errors import UserError
+from eagle3lib.job import atomic_write
+
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#767676"
+STEP_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000"]
+STYLE: Any = {
+    "svg.hashsalt": "eagle3lib",
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E4E4E4",
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+}
+
+Path_ = str | os.PathLike
+
+
+def read_metrics(path: Path_) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; raises UserError with file:line for a broken one."""
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            row["kind"], row["step"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}:{number}: not a metrics line; delete it or train again") from None
+        rows.append(row)
+    return rows
+
+
+def plot_training(metrics: Path_, out: Path_) -> None:
+    """Loss and accuracy by draft step over the optimiser's steps; training thin, validation with dots."""
+    rows = read_metrics(metrics)
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(9.0, 3.6)
+        loss, accuracy = figure.subplots(1, 2)
+        _plot_loss(loss, rows)
+        _plot_accuracy(accuracy, rows)
+        _save(figure, out)
+
+
+def _plot_loss(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    train, validation = _of_kind(rows, "train", "loss"), _of_kind(rows, "validation", "loss")
+    steps, losses = [r["step"] for r in train], [r["loss"] for r in train]
+    axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=1)
+    axes.plot(steps, _smooth(losses), color=BLUE, label="training (running mean)")
+    if validation:
+        steps, losses = [r["step"] for r in validation], [r["loss"] for r in validation]
+        axes.plot(steps, losses, "o-", color=ORANGE, ms=4, label="validation")
+    axes.set(title="Loss", xlabel="optimiser step", ylabel="cross entropy (nats per counted token)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.legend()
+
+
+def _plot_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One colour a draft step: validation where there is any, else training."""
+    shown = _of_kind(rows, "validation", "accuracy")
+    kind, marker = ("validation", "o-") if shown else ("training", "-")
+    shown = shown or _of_kind(rows, "train", "accuracy")
+    steps = max((len(r["accuracy"]) for r in shown), default=0)
+    for k in range(steps):
+        rows_k = [r for r in shown if len(r["accuracy"]) > k and r["accuracy"][k] is not None]
+        x, y = [r["step"] for r in rows_k], [r["accuracy"][k] for r in rows_k]
+        axes.plot(x, y, marker, color=STEP_COLOURS[k % len(STEP_COLOURS)], ms=4, label=str(k + 1))
+    axes.set(title=f"Accuracy by draft step ({kind})", xlabel="optimiser step", ylabel="right of supervised tokens")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    if steps:
+        axes.legend(title="draft step", ncols=1 if steps < 5 else 2)
+
+
+def plot_acceptance(result: Mapping[str, Any], out: Path_) -> None:
+    """Acceptance rate by position, the draft beside the n-gram baseline; `result`: `evaluation.measure_acceptance`."""
+    series = [("draft model", result, BLUE), ("n-gram baseline", result["ngram"], GREY)]
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(6.0, 3.6)
+        axes = figure.subplots()
+        for i, (name, figures, colour) in enumerate(series):
+            length = figures["acceptance_length"]
+            label = f"{name}: acceptance length " + ("-" if length is None else f"{length:.2f}")
+            _bars(axes, figures["acceptance_rate"], offset=(i - 0.5) * 0.38, width=0.36, colour=colour, label=label)
+        axes.set(
+            title="Acceptance rate by draft position",
+            xlabel="position in the chain of drafts",
+            ylabel="accepted / drafted",
+            xticks=range(1, len(result["acceptance_rate"]) + 1),
+        )
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.grid(axis="x", visible=False)
+        axes.margins(y=0.12)
+        axes.legend()
+        _save(figure, out)
+
+
+def _bars(axes: Axes, rates: Sequence[float | None], offset: float, width: float, colour: str, label: str) -> None:
+    places = [k + 1 + offset for k in range(len(rates))]
+    bars = axes.bar(places, [rate or 0.0 for rate in rates], width, color=colour, label=label)
+    texts = ["-" if rate is None else f"{rate:.0%}" for rate in rates]
+    axes.bar_label(bars, texts, padding=2, fontsize=8)
+
+
+def plot_sample_lengths(lengths: Sequence[int], out: Path_) -> None:
+    """Histogram of the samples' lengths in tokens, with the median marked."""
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(6.0, 3.4)
+        axes = figure.subplots()
+        if lengths:
+            bins = min(40, max(lengths) - min(lengths) + 1)
+            axes.hist(lengths, bins=bins, color=BLUE, edgecolor="white", linewidth=0.4)
+            median = sorted(lengths)[len(lengths) // 2]
+            axes.axvline(median, color=ORANGE, linestyle="--", label=f"median {median:,} tokens")
+            axes.legend()
+        axes.set(
+            title=f"Sample lengths: {len(lengths):,} samples, {sum(lengths):,} tokens",
+            xlabel="length of a sample (tokens)",
+            ylabel="samples",
+        )
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(axis="x", visible=False)
+        _save(figure, out)
+
+
+def plot_rejected(reasons: Mapping[str, int], out: Path_) -> None:
+    """How many input lines were rejected, by reason, most frequent on top."""
+    ordered = sorted(reasons.items(), key=lambda item: (item[1], item[0]))
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(6.0, 1.4 + 0.34 * max(len(ordered), 1))
+        axes = figure.subplots()
+        bars = axes.barh([reason for reason, _ in ordered], [count for _, count in ordered], color=BLUE, height=0.65)
+        axes.bar_label(bars, [f"{count:,}" for _, count in ordered], padding=3, fontsize=9)
+        axes.set(title=f"Rejected input lines: {sum(reasons.values()):,}", xlabel="lines")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(axis="y", visible=False)
+        axes.margins(x=0.12)
+        if not ordered:
+            axes.set_yticks([])
+            axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", va="center", color=GREY)
+        _save(figure, out)
+
+
+def _of_kind(rows: Sequence[Mapping[str, Any]], kind: str, key: str) -> list[Mapping[str, Any]]:
+    return [row for row in rows if row["kind"] == kind and row.get(key) is not None]
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Trailing mean over a twentieth of the run."""
+    window = max(1, len(values) // 20)
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(values))]
+
+
+def _figure(width: float, height: float) -> Figure:
+    return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+
+
+def _save(figure: Figure, out: Path_) -> None:
+    """By the suffix: .svg without its date, or .png."""
+    kind = Path(out).suffix.lstrip(".")
+    with atomic_write(out) as file:
+        figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)

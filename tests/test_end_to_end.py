@@ -1,0 +1,110 @@
+"""The whole chain on a small trained target (tests/small_target.py), through snakemake, as a user runs it."""
+
+import json
+
+import pytest
+from small_target import make_small_target, small_prompts
+from workflow import Workspace
+
+from eagle3lib.hidden_states import file_sha256
+
+pytestmark = pytest.mark.e2e
+K = 16
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("e2e") / "first"
+    inputs = folder / "inputs"
+    inputs.mkdir(parents=True)
+    for name, held_out in (("train", False), ("held_out", True)):
+        lines = [json.dumps({"prompt": prompt}) for prompt in small_prompts(300 if not held_out else 24, held_out)]
+        (inputs / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    workspace = Workspace(
+        folder,
+        {
+            "target": {"name": "small", "model": str(make_small_target(inputs / "target"))},
+            "dataset": {
+                "name": "docs",
+                "conversations": [str(inputs / "train.jsonl")],
+                "token_budget": 9000,
+                "max_tokens": 256,
+                "shard_size": K,
+            },
+            "regenerate": {"max_new_tokens": 96, "batch_size": 32},
+            "storage": {"reserve_bytes": 0},
+            "acceptance": {"prompts": [str(inputs / "held_out.jsonl")], "max_prompts": 24, "max_new_tokens": 96},
+            "runs": [
+                {
+                    "draft": {"name": "trained", "draft_vocab_size": 1024},
+                    "training": {"ttt_steps": 4, "epochs": 12, "learning_rate": 2e-3, "batch_tokens": 512},
+                },
+                {
+                    "draft": {"name": "untrained", "draft_vocab_size": 1024},
+                    "training": {"ttt_steps": 4, "epochs": 1, "learning_rate": 1e-12, "batch_tokens": 512},
+                },
+            ],
+        },
+    )
+    workspace.snakemake()
+    return workspace
+
+
+def acceptance(workspace, draft):
+    return json.loads(workspace.result(f"small/docs/*/{draft}/acceptance.json").read_text())
+
+
+def test_acceptance_length_rises_from_one_to_over_one_and_a_half(finished):
+    trained, untrained = acceptance(finished, "trained"), acceptance(finished, "untrained")
+    print(trained["acceptance_length"], trained["acceptance_rate"], trained["ngram"]["acceptance_length"])
+    assert untrained["acceptance_length"] < 1.1
+    assert trained["acceptance_length"] > 1.5
+    assert trained["prompts"] == 24 and trained["degenerate"] <= 6
+    # A drafter that only looks up n-grams is the least that a trained draft must beat.
+    assert trained["acceptance_length"] > trained["ngram"]["acceptance_length"]
+
+
+def test_validation_predicts_what_serving_measures(finished):
+    """The trainer's joint prefix hits on held-out samples against real decoding: the same draft, the same kind of text."""
+    metrics = json.loads(finished.result("small/docs/*/trained/training/training.json").read_text())["metrics"]
+    predicted = metrics["validation"]["acceptance_length"]
+    assert acceptance(finished, "trained")["acceptance_length"] == pytest.approx(predicted, rel=0.2)
+
+
+def test_output_is_the_targets_own(finished):
+    result = acceptance(finished, "trained")
+    assert result["identical"] + result["near_ties"] == result["prompts"]
+    assert result["near_ties"] <= 1
+
+
+def test_samples_do_not_fill_their_shards(finished):
+    sizes = json.loads(finished.result("small/docs/shards.json").read_text())
+    assert sum(s["n_samples"] for s in sizes.values()) % K != 0
+    assert any(name.startswith("tail_") for name in sizes)
+    assert len(finished.states()) == sum(s["n_samples"] for s in sizes.values())
+
+
+def test_second_run_has_nothing_to_do(finished):
+    done = finished.snakemake()
+    assert "Nothing to be done" in done.stdout + done.stderr
+
+
+def test_three_deleted_samples_are_the_only_ones_computed(finished):
+    before = {name: (path.stat().st_ino, file_sha256(path)) for name, path in finished.states().items()}
+    store = {path.stat().st_ino: path for path in finished.run_folder.glob("results/store/hidden_states/*/*/*.pt")}
+    tail = max(name for name in before if name.startswith("tail_"))
+    deleted = ["00000/0003.pt", "00001/0000.pt", tail]
+    for name in deleted:
+        path = finished.states()[name]
+        store[path.stat().st_ino].unlink()
+        path.unlink()
+    finished.clear_logs()
+    weights = finished.result("small/docs/*/trained/training/model.safetensors")
+    trained = weights.stat().st_ino
+    finished.snakemake()
+    assert finished.computed() == 3
+    after = {name: (path.stat().st_ino, file_sha256(path)) for name, path in finished.states().items()}
+    assert after.keys() == before.keys()
+    assert {n: v for n, v in after.items() if n not in deleted} == {n: v for n, v in before.items() if n not in deleted}
+    # Made again to the bit or not, the draft is the same one: its digest knows token ids, not files.
+    assert weights.stat().st_ino == trained
