@@ -131,6 +131,9 @@ class DraftConfig(Section):
 
     name: Name = Field("draft", description="Short name of the draft; the folder beside the hidden states.")
     variant: Literal["eagle3"] = Field("eagle3", description="Architecture.")
+    initial_layer: Literal["target", "random"] = Field(
+        "target", description="Start from the target's last layer, where shapes fit, or from random weights."
+    )
     draft_vocab_size: int = Field(32000, ge=2, description="Tokens the draft can propose: the most frequent ones.")
     intermediate_size: int | None = Field(None, ge=1, description="Width of its MLP.")
     num_attention_heads: int | None = Field(None, ge=1, description="Its query heads.")

@@ -14,16 +14,13 @@ Shape letters: B batch, T tokens, H hidden, D head, V vocabulary, Vd draft vocab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eagle3lib.errors import UserError
 from eagle3lib.vocab_mapping import VocabMapping
@@ -104,6 +101,10 @@ def rotary_frequencies(config: DraftModelConfig) -> tuple[Tensor, float]:
     if kind == "default":
         rotary = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
         return rope["rope_theta"] ** (-torch.arange(0, rotary, 2, dtype=torch.float32) / rotary), 1.0
+    # Imported where it is needed: it takes longer than many a job.
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     as_llama = LlamaConfig(
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
@@ -114,6 +115,15 @@ def rotary_frequencies(config: DraftModelConfig) -> tuple[Tensor, float]:
     )
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](as_llama, device=torch.device("cpu"))
     return inv_freq, float(scaling)
+
+
+# Ours in `midlayer.` -> the target's. The hidden state goes through what was the layer's input norm.
+_LAYER_NAMES = {
+    **{f"self_attn.{n}_proj.weight": f"self_attn.{n}_proj.weight" for n in "qkvo"},
+    **{f"mlp.{n}_proj.weight": f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
+    "hidden_norm.weight": "input_layernorm.weight",
+    "post_attention_layernorm.weight": "post_attention_layernorm.weight",
+}
 
 
 class RMSNorm(nn.Module):
@@ -141,13 +151,21 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
 
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    if name == "silu":
+        return F.silu
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[name]
+
+
 class MLP(nn.Module):
     def __init__(self, config: DraftModelConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act = ACT2FN[config.hidden_act]
+        self.act = _activation(config.hidden_act)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
@@ -206,6 +224,32 @@ class DraftModel(nn.Module):
         """Copy the target's embedding [V, H] and the head's [V, H] rows of the draft vocabulary."""
         self.embed_tokens.weight.copy_(embedding)
         self.lm_head.weight.copy_(head[mapping.target_ids])
+
+    @torch.no_grad()
+    def init_layer_from_target(self, norm: Tensor, layer: Mapping[str, Tensor]) -> list[str]:
+        """Start as the target's last layer on top of its highest aux state; returns the names that were set.
+
+        norm: weight [H] of the target's final norm. layer: its last decoder layer by HF Llama's names; what is
+        missing or of another shape there (MoE, MLA) stays as it is. The projections' embedding halves stay random, at
+        half scale; fc starts near the identity on the highest aux state. Measured: docs/benchmarks.md.
+        """
+        size = self.config.hidden_size
+        done = []
+        for ours, theirs in _LAYER_NAMES.items():
+            weight, source = self.get_parameter(f"midlayer.{ours}"), layer.get(theirs)
+            columns = slice(size, None) if ours.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) else ...
+            if source is None or weight[..., columns].shape != source.shape:
+                continue
+            if columns is not ...:
+                weight.mul_(0.5)
+            weight[..., columns].copy_(source)
+            done.append(ours)
+        if norm.shape == self.norm.weight.shape:
+            self.norm.weight.copy_(norm)
+            self.fc.weight.mul_(0.3)
+            self.fc.weight[:, -size:] += torch.eye(size)
+            done += ["norm.weight", "fc.weight"]
+        return done
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """All parameters but the frozen embedding, by name."""

@@ -149,7 +149,7 @@ def prepare(target: TargetConfig, fingerprint: str, out_file: Path, model_folder
     elif kind == "hub":
         folder = _download(target)
     else:
-        folder = Path(where).resolve()
+        folder = Path(where)
     now = identify(target)
     if fingerprint not in (now.fingerprint, UNKNOWN):
         raise UserError(
@@ -303,6 +303,14 @@ def load_head(info: TargetInfo) -> torch.Tensor:
 def load_norm(info: TargetInfo) -> torch.Tensor:
     """Weight [H] of the norm before the head."""
     return _load_tensor(Path(info.path), ("model.norm.weight", "ln_f.weight", "final_layer_norm.weight"))
+
+
+def load_last_layer(info: TargetInfo) -> dict[str, torch.Tensor]:
+    """The tensors of the last decoder layer, by their names below it (`self_attn.q_proj.weight`, …)."""
+    folder = Path(info.path)
+    where = f"layers.{info.num_hidden_layers - 1}."
+    names = [name for name in _tensor_files(folder) if f".{where}" in f".{name}" and "vision" not in name]
+    return {name.split(where, 1)[1]: _load_tensor(folder, (name,)) for name in names}
 
 
 def _load_tensor(folder: Path, endings: tuple[str, ...]) -> torch.Tensor:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
@@ -283,6 +284,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), betas=training.betas, weight_decay=training.weight_decay, fused=True
         )
+        self.total_tokens = sum(self.lengths[i] for i in self.train) * training.epochs
         self.epoch = self.packs_done = self.steps = self.tokens = 0
         self.seconds_before = 0.0
         self.epoch_sums = self._no_sums()
@@ -292,8 +294,7 @@ class Trainer:
         self.started = self.saved_at = time.monotonic()
         with Log(self.folder, self.ranks.rank == 0) as self.log, ThreadPoolExecutor(1) as self.reader:
             self._resume()
-            total = self._tokens_of_epoch() * self.training.epochs
-            self.progress = Progress(total, "tokens", "train_draft_model")
+            self.progress = Progress(self.total_tokens, "tokens", "train_draft_model")
             self.progress.start -= self.seconds_before  # of a resumed run too the rate is that of all of it
             self.progress.update(self.tokens)
             while self.epoch < self.training.epochs:
@@ -327,8 +328,7 @@ class Trainer:
             sums += _stack(these)
         norm = self._sum_gradients()
         tokens = sum(self.lengths[i] for pack in packs for i in pack)
-        total = self._tokens_of_epoch() * self.training.epochs
-        rate = learning_rate(self.training, (self.tokens + tokens / 2) / total)  # at the middle of the step
+        rate = learning_rate(self.training, (self.tokens + tokens / 2) / self.total_tokens)  # at the middle of the step
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -413,8 +413,11 @@ class Trainer:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.training.seed)
             model = DraftModel(config)
-        embedding, head = targets.load_embedding(self.job.target), targets.load_head(self.job.target)
-        model.init_from_target(embedding, head, mapping)
+        target = self.job.target
+        model.init_from_target(targets.load_embedding(target), targets.load_head(target), mapping)
+        if self.job.draft.initial_layer == "target":
+            done = model.init_layer_from_target(targets.load_norm(target), targets.load_last_layer(target))
+            print(f"initial weights out of the target: {', '.join(done) or 'none fits'}")
         return model.to(self.ranks.device)
 
     def _save(self) -> None:
@@ -476,9 +479,6 @@ class Trainer:
 
     def _seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started
-
-    def _tokens_of_epoch(self) -> int:
-        return sum(self.lengths[i] for i in self.train)
 
     def _no_sums(self) -> Tensor:
         return torch.zeros(len(SUMS), self.training.ttt_steps, dtype=torch.float64, device=self.ranks.device)

@@ -127,6 +127,25 @@ def test_init_from_target(model):
     assert not model.embed_tokens.weight.requires_grad
 
 
+def test_layer_starts_as_the_targets_where_shapes_fit(model):
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    shapes = {"self_attn.q_proj": (32, 24), "self_attn.o_proj": (24, 32), "mlp.gate_proj": (41, 24), "input_layernorm": (24,)}
+    layer = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    norm = torch.randn(24)
+    done = model.init_layer_from_target(norm, layer)
+    mid = model.midlayer
+    assert done == ["self_attn.q_proj.weight", "self_attn.o_proj.weight", "hidden_norm.weight", "norm.weight", "fc.weight"]
+    assert torch.equal(mid.self_attn.q_proj.weight[:, 24:], layer["self_attn.q_proj.weight"])
+    assert torch.equal(mid.self_attn.q_proj.weight[:, :24], before["midlayer.self_attn.q_proj.weight"][:, :24] / 2)
+    assert torch.equal(mid.self_attn.o_proj.weight, layer["self_attn.o_proj.weight"])
+    assert torch.equal(mid.hidden_norm.weight, layer["input_layernorm.weight"])
+    assert torch.equal(mid.mlp.gate_proj.weight, before["midlayer.mlp.gate_proj.weight"])  # 41 rows do not fit 40
+    assert torch.equal(model.norm.weight, norm)
+    aux = torch.randn(3, 72)
+    small = torch.nn.functional.linear(aux, before["fc.weight"]) * 0.3
+    torch.testing.assert_close(model.fuse(aux), small + aux[:, 48:])
+
+
 def test_config_from_target_and_back():
     info = SimpleNamespace(
         hidden_size=64,

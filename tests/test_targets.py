@@ -54,6 +54,9 @@ def test_head_norm_and_embedding_are_found(folder, original, layout):
     assert torch.equal(targets.load_head(info), expected["lm_head.weight"])
     assert torch.equal(targets.load_embedding(info), expected["model.embed_tokens.weight"])
     assert torch.equal(targets.load_norm(info), expected["model.norm.weight"])
+    last = {n.removeprefix("model.layers.7."): t for n, t in expected.items() if n.startswith("model.layers.7.")}
+    found = targets.load_last_layer(info)
+    assert found.keys() == last.keys() and all(torch.equal(found[name], last[name]) for name in last)
 
 
 def test_tied_head_is_the_embedding(tmp_path):

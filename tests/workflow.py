@@ -48,10 +48,7 @@ class Workspace:
     def copy(self, folder: Path) -> Workspace:
         """The same in another place, hard links kept, as `cp -a` does."""
         subprocess.run(["cp", "-a", self.folder, folder], check=True)
-        moved = Workspace(folder)
-        # Absolute paths in the config point at inputs that stay where they are, unless they lie in here.
-        (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace(str(self.folder), str(folder)))
-        return moved
+        return Workspace(folder)
 
     def command(self, *arguments: str) -> list[str]:
         snakemake = [sys.executable, "-m", "snakemake", "--snakefile", str(self.code / "Snakefile")]
