@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,15 @@ def index(manifests: dict[str, Path], samples: Any) -> tuple[dict[str, int], Any
     return dict(zip(paths, table["n_tokens"].tolist(), strict=True)), table
 
 
+def remove_stale(folder: Path, shards: Iterable[str]) -> None:
+    """Remove the links of shards that the dataset has no more (the store keeps their states)."""
+    current = set(shards)
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in current:
+            print(f"{path}: no shard of this dataset any more; its links are removed")
+            shutil.rmtree(path)
+
+
 def data_config(table: Any, key: StateKey, target: TargetInfo) -> dict[str, Any]:
     """What a reader of the samples must know beside their files."""
     return {
@@ -165,21 +174,19 @@ def data_config(table: Any, key: StateKey, target: TargetInfo) -> dict[str, Any]
     }
 
 
-def storage_plan(samples: Any, store_root: Path, key: StateKey, hidden_size: int, storage: StorageConfig) -> dict:
-    """Bytes to come against the disk, from the lengths alone (`samples`: sample_id, n_tokens); see `check_storage`."""
+def storage_plan(
+    samples: Any, store_root: Path, key: StateKey, hidden_size: int, storage: StorageConfig
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """The forecast from the lengths alone (`samples`: sample_id, n_tokens), and the disk as it is now."""
     store = Store(store_root, key)
     n_aux = len(key.aux_layer_ids)
     present = [store.path(s).exists() for s in samples["sample_id"]]
     sizes = [hidden_states.sample_bytes(n, hidden_size, n_aux, key.storage_format) for n in samples["n_tokens"]]
     store.folder.mkdir(parents=True, exist_ok=True)
-    return {
-        "samples": len(sizes),
-        "tokens": int(samples["n_tokens"].sum()),
-        "bytes_all": sum(sizes),
-        "bytes_to_come": sum(s for s, p in zip(sizes, present, strict=True) if not p),
-        "bytes_free": shutil.disk_usage(store.folder).free,
-        **storage.model_dump(),
-    }
+    forecast = {"samples": len(sizes), "tokens": int(samples["n_tokens"].sum()), "bytes_all": sum(sizes)}
+    to_come = sum(size for size, there in zip(sizes, present, strict=True) if not there)
+    free = shutil.disk_usage(store.folder).free
+    return forecast, {"bytes_to_come": to_come, "bytes_free": free, **storage.model_dump()}
 
 
 def check_storage(plan: dict) -> None:

@@ -21,7 +21,7 @@ from eagle3lib.config import DatasetConfig, RegenerateConfig
 from eagle3lib.engines import Engine
 from eagle3lib.engines import Prompt as EnginePrompt
 from eagle3lib.errors import UserError
-from eagle3lib.job import Progress, atomic_write, fsync_folder
+from eagle3lib.job import Progress, atomic_write, file_lock, fsync_folder
 from eagle3lib.samples import Conversation, prompt_messages
 
 # Reply ids (compact: there may be millions) and how the reply ended.
@@ -64,7 +64,23 @@ def regenerate(
     reply tokens; a prompt that repeats an earlier one adds none. Raises UserError with file and line when the
     template cannot render.
     """
-    store = _Store(Path(store_folder), store_name)
+    # An orphan of a killed run may still be answering: wait, and find its replies.
+    with file_lock(Path(store_folder) / f"{store_name}.lock"):
+        store = _Store(Path(store_folder), store_name)
+        return _regenerate(conversations, tokenizer, open_engine, dataset, cfg, identity, budget_tokens, store, out_file)
+
+
+def _regenerate(
+    conversations: Iterable[Conversation],
+    tokenizer: Any,
+    open_engine: Callable[[], Engine],
+    dataset: DatasetConfig,
+    cfg: RegenerateConfig,
+    identity: Sequence[str],
+    budget_tokens: int | None,
+    store: _Store,
+    out_file: str | Path,
+) -> dict[str, int]:
     prompts = (_prompt(one, tokenizer, dataset, cfg, identity) for one in conversations)
     plan = _Plan(prompts, store.replies, budget_tokens, dataset.max_tokens - cfg.max_new_tokens, cfg.max_new_tokens)
     computed = _compute(plan, store, open_engine(), cfg) if plan.wanting() else 0

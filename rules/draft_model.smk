@@ -27,8 +27,7 @@ rule train_draft_model:
         target=f"{TARGET}/target.json",
         table=f"{STATES}/hidden_states.parquet",
         mapping=f"{DRAFT}/vocab_mapping.safetensors",
-        # The order matters, its content does not: who held the GPUs changes no draft.
-        release=ancient(f"{DRAFT}/gpu_release.json"),
+        release=f"{DRAFT}/gpu_release.json",
     output:
         weights=f"{DRAFT}/training/model.safetensors",
         record=f"{DRAFT}/training/training.json",

@@ -30,8 +30,9 @@ for rule_name, slots, shard_regex in planning.shard_kinds(plan.shard_size):
             rule_name
         input:
             target=f"{TARGET}/target.json",
-            # The plan tells of the disk at one moment, and a touched shard is the same shard: sha256 below.
-            plan=ancient(f"{STATES}/storage_plan.json"),
+            plan=f"{STATES}/storage_plan.json",
+            # A touched shard is the same shard: its sha256 is a param. (Never `ancient` for what a rule makes:
+            # Snakemake 9.27.1 then overlooks that this job must run when that rule runs.)
             shard=ancient(shard_file),
         output:
             states=[f"{STATES}/hidden_states/{{shard}}/{slot:04d}.pt" for slot in range(slots)],

@@ -40,7 +40,7 @@ rule summarize:
         tables=plan.paths(f"{STATES}/hidden_states.parquet"),
         trainings=plan.paths(f"{DRAFT}/training/training.json"),
         acceptances=plan.paths(f"{DRAFT}/acceptance.json"),
-        releases=ancient(plan.paths(f"{DRAFT}/gpu_release.json")),
+        releases=plan.paths(f"{DRAFT}/gpu_release.json"),
         plots=plan.paths(f"{DRAFT}/plots/training.svg"),
     output:
         text=report("results/summary.md", category="Summary", caption="../docs/captions/summary.rst"),

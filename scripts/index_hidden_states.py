@@ -10,6 +10,7 @@ from eagle3lib.targets import TargetInfo
 
 with job_log(snakemake.log[0]):
     manifests = {Path(path).parent.name: Path(path) for path in snakemake.input.manifests}
+    extraction.remove_stale(Path(snakemake.output.table).parent / "hidden_states", manifests)
     lengths, table = extraction.index(manifests, pd.read_parquet(snakemake.input.samples))
     write_json(snakemake.output.lengths, lengths)
     write_parquet(snakemake.output.table, table)

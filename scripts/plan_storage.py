@@ -10,9 +10,10 @@ with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
     samples = pd.read_parquet(snakemake.input.samples, columns=["sample_id", "n_tokens"])
     target = TargetInfo.read(snakemake.input.target)
-    report = extraction.storage_plan(
+    forecast, disk = extraction.storage_plan(
         samples, plan.STORE, plan.state_key(snakemake.params.key), target.hidden_size, run.storage
     )
-    print(report)
-    extraction.check_storage(report)
-    write_json(snakemake.output.plan, report)
+    print(forecast, disk)
+    extraction.check_storage(forecast | disk)
+    # Only what follows from the samples: the disk of the moment would make the extraction run again.
+    write_json(snakemake.output.plan, forecast)

@@ -222,6 +222,23 @@ def test_session_grows_and_shrinks(engine, plain):
         session.crop(41)
 
 
+def test_sessions_side_by_side_are_those_alone(engine, plain):
+    first, second = random_ids([30, 24])
+    sessions = engine.sessions(2, AUX)
+    sessions.forward({0: first[:10]})
+    sessions.forward({1: second[:7]})
+    sessions.forward({0: [1, 2, 3], 1: second[7:9]})  # rejected drafts in one of them
+    sessions.crop(0, 10)
+    answers = sessions.forward({0: first[10:15], 1: second[9:10]})
+    for slot, ids, rows in ((0, first[:15], slice(10, 15)), (1, second[:10], slice(9, 10))):
+        logits, aux = answers[slot]
+        expected_aux, expected_last = plain_states(plain, ids)
+        torch.testing.assert_close(aux, torch.cat(expected_aux, -1)[rows], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits, engine.head(expected_last[rows]), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="crop"):
+        sessions.crop(1, 11)
+
+
 # --- probe -------------------------------------------------------------------------------------------
 
 

@@ -207,7 +207,7 @@ def test_index_refuses_a_manifest_of_other_samples(tmp_path, change):
 
 def test_storage_limit_is_held_against_all_bytes(tmp_path):
     samples = pd.DataFrame({"sample_id": ["ab", "cd"], "n_tokens": [1000, 1000]})
-    plan = extraction.storage_plan(samples, tmp_path, KEY, 576, StorageConfig(limit_bytes=10**6, reserve_bytes=0))
-    assert plan["bytes_all"] == plan["bytes_to_come"] > 2 * 1000 * 4 * 576 * 2
+    forecast, disk = extraction.storage_plan(samples, tmp_path, KEY, 576, StorageConfig(limit_bytes=10**6, reserve_bytes=0))
+    assert forecast["bytes_all"] == disk["bytes_to_come"] > 2 * 1000 * 4 * 576 * 2
     with pytest.raises(UserError, match=r"storage.limit_bytes allows 1,000,000"):
-        extraction.check_storage(plan)
+        extraction.check_storage(forecast | disk)

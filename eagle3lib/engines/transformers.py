@@ -7,7 +7,7 @@ are computed only for rows that choose a token, and only the states that were as
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,11 @@ class TransformersEngine:
         self._check_layers(aux_layer_ids)
         return Session(self, tuple(aux_layer_ids))
 
+    def sessions(self, n: int, aux_layer_ids: Sequence[int]) -> Sessions:
+        """`n` sequences that grow and shrink side by side, one pass for the next rows of all of them."""
+        self._check_layers(aux_layer_ids)
+        return Sessions(self, n, tuple(aux_layer_ids))
+
     # --- checks --------------------------------------------------------------------------------------
 
     def _check_layers(self, aux_layer_ids: Sequence[int]) -> None:
@@ -292,6 +297,36 @@ class Session:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot crop a sequence of {self.length} tokens to {length}")
         self.length = length
+
+
+class Sessions:
+    """Several sequences in the target's cache, advanced in one pass."""
+
+    def __init__(self, engine: TransformersEngine, n: int, aux_layer_ids: tuple[int, ...]):
+        self.engine, self.aux_layer_ids = engine, aux_layer_ids
+        self.cache = SlotCache(n)
+        self.lengths = [0] * n
+
+    @torch.no_grad()
+    def forward(self, rows: Mapping[int, Sequence[int]]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Append rows to the sequences of these numbers: their logits [n, V] and aux states [n, L*H]."""
+        for ids in rows.values():
+            self.engine._check_ids(ids)
+        pieces = [Piece(len(ids), self.lengths[slot], slot) for slot, ids in rows.items()]
+        ragged = RaggedPass(pieces, self.cache, device=self.engine.device)
+        with self.engine._capture(self.aux_layer_ids) as captured:
+            output = self.engine._run(self.engine.model, list(rows.values()), ragged)
+        sizes = [piece.length for piece in pieces]
+        for slot, size in zip(rows, sizes, strict=True):
+            self.lengths[slot] += size
+        aux = torch.cat(captured.rows(self.aux_layer_ids)[:-1], -1)[0]
+        return dict(zip(rows, zip(output.logits[0].split(sizes), aux.split(sizes), strict=True), strict=True))
+
+    def crop(self, slot: int, length: int) -> None:
+        """Forget all tokens of a sequence from position `length` on."""
+        if not 0 <= length <= self.lengths[slot]:
+            raise ValueError(f"cannot crop a sequence of {self.lengths[slot]} tokens to {length}")
+        self.lengths[slot] = length
 
 
 class _NarrowLinear(torch.nn.Linear):
