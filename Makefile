@@ -45,7 +45,7 @@ lint: .venv-lint/.done venv  ## ruff, snakefmt, codespell, mypy
 	.venv-lint/bin/ruff format --check .
 	.venv-lint/bin/snakefmt --check Snakefile rules
 	.venv-lint/bin/codespell
-	.venv-lint/bin/mypy --python-executable $(BIN)/python
+	.venv-lint/bin/mypy
 
 .venv-lint/.done: envs/lint.txt
 	$(PYTHON) -m venv .venv-lint

@@ -104,7 +104,9 @@ class HiddenStatesConfig(Section):
 class EngineConfig(Section):
     """What runs the target."""
 
-    name: Literal["transformers", "sglang"] = Field("transformers", description="The engine; transformers runs on a CPU.")
+    name: Literal["transformers", "sglang"] = Field(
+        "transformers", description="The engine; transformers runs on a CPU."
+    )
     compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Arithmetic of the target's pass.")
     tensor_parallel: int = Field(1, ge=1, description="GPUs that one copy of the target is spread over.")
     gpus: int = Field(0, ge=0, description="GPUs the engine uses in all; 0: CPU.")

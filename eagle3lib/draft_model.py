@@ -200,7 +200,7 @@ class DraftCache:
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` slots: what drafting added is taken back before the verified tokens go in."""
-        if self.k is not None:
+        if self.k is not None and self.v is not None:
             self.k, self.v = self.k[:, :, :length], self.v[:, :, :length]
 
 

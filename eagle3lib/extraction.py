@@ -135,7 +135,9 @@ def index(manifests: dict[str, Path], samples: Any) -> tuple[dict[str, int], Any
         for row in json.loads(path.read_text())["samples"]:
             rows[shard, row["slot"]] = row
     paths, sizes, hashes = [], [], []
-    for shard, slot, sample, n in zip(samples["shard"], samples["slot"], samples["sample_id"], samples["n_tokens"], strict=True):
+    for shard, slot, sample, n in zip(
+        samples["shard"], samples["slot"], samples["sample_id"], samples["n_tokens"], strict=True
+    ):
         row = rows.get((shard, slot))
         if row is None or row["sample_id"] != sample or row["n_tokens"] != n:
             raise UserError(
@@ -196,7 +198,8 @@ def check_storage(plan: dict) -> None:
     if plan["bytes_to_come"] > max(room, 0):
         raise UserError(
             f"no disk: {plan['bytes_to_come']:,} bytes of hidden states to come, {plan['bytes_free']:,} free less "
-            f"storage.reserve_bytes ({plan['reserve_bytes']:,}); free {plan['bytes_to_come'] - room:,} bytes, or {remedy}"
+            f"storage.reserve_bytes ({plan['reserve_bytes']:,}); "
+            f"free {plan['bytes_to_come'] - room:,} bytes, or {remedy}"
         )
     if plan["limit_bytes"] is not None and plan["bytes_all"] > plan["limit_bytes"]:
         raise UserError(

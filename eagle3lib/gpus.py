@@ -70,7 +70,12 @@ def release(needed: int, cfg: GpusConfig) -> dict[str, Any]:
         waited = time.monotonic() - start
         # No driver at all cannot mend itself; training reports it when it really wants a GPU.
         if len(available) >= needed or seen["nvml"] != "ok":
-            return {"needed": needed, "free": [d["uuid"] for d in available], "waited_seconds": round(waited, 1), **seen}
+            return {
+                "needed": needed,
+                "free": [d["uuid"] for d in available],
+                "waited_seconds": round(waited, 1),
+                **seen,
+            }
         if waited >= cfg.wait_seconds:
             raise UserError(_busy(seen["devices"], len(available), needed, cfg))
         time.sleep(min(2.0, cfg.wait_seconds - waited))
@@ -78,13 +83,15 @@ def release(needed: int, cfg: GpusConfig) -> dict[str, Any]:
 
 def _busy(devices: list[dict[str, Any]], available: int, needed: int, cfg: GpusConfig) -> str:
     holders = [
-        f"GPU {d['index']}: " + (", ".join(f"pid {p['pid']} ({p['command'][:80]})" for p in d["processes"]) or "no process")
+        f"GPU {d['index']}: "
+        + (", ".join(f"pid {p['pid']} ({p['command'][:80]})" for p in d["processes"]) or "no process")
         + f", {d['used_mib']} MiB used"
         for d in devices
         if not free(d, cfg)
     ]
     return (
-        f"{available} of {len(devices)} GPUs are free, {needed} needed, after {cfg.wait_seconds:.0f} s; {'; '.join(holders)}. "
+        f"{available} of {len(devices)} GPUs are free, {needed} needed, after {cfg.wait_seconds:.0f} s; "
+        f"{'; '.join(holders)}. "
         "Stop these processes (they are not ours) or raise gpus.wait_seconds, then run the same command again"
     )
 
@@ -93,7 +100,8 @@ def check_granted(granted: int, wanted: int, setting: str) -> None:
     """Snakemake runs a job with what `--resources gpu=N` leaves, silently; we do not."""
     if granted < wanted:
         raise UserError(
-            f"{setting}: {wanted} GPUs wanted, {granted} granted; run snakemake with --resources gpu={wanted} (or more), "
+            f"{setting}: {wanted} GPUs wanted, {granted} granted; run snakemake with "
+            f"--resources gpu={wanted} (or more), "
             f"or lower {setting}"
         )
 

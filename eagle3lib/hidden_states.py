@@ -184,10 +184,12 @@ class Store:
         if record is None:  # published up to its manifest line, or the manifest was lost: hash it, not make it, again
             record = {"sample_id": sample, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
             if reason := self._fault(path, sample, record):
-                return self._quarantine(path, reason)
+                self._quarantine(path, reason)
+                return None
             self._append(sample, record)
         elif reason := self._fault(path, sample, record):
-            return self._quarantine(path, reason)
+            self._quarantine(path, reason)
+            return None
         return record
 
     def publish(self, content: dict[str, Any]) -> dict[str, Any]:
@@ -229,9 +231,11 @@ class Store:
             meta = load_sample(path)["meta"]
         except UserError as error:
             return str(error)
-        wanted = {"sample_id": sample, **{k: v for k, v in asdict(self.key).items()}}
+        wanted = {"sample_id": sample, **asdict(self.key)}
         wanted["aux_layer_ids"] = list(self.key.aux_layer_ids)
-        wrong = [f"{name} {meta.get(name)!r}, not {value!r}" for name, value in wanted.items() if meta.get(name) != value]
+        wrong = [
+            f"{name} {meta.get(name)!r}, not {value!r}" for name, value in wanted.items() if meta.get(name) != value
+        ]
         return "; ".join(wrong) or None
 
     def _append(self, sample: str, record: dict[str, Any]) -> None:

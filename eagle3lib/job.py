@@ -103,7 +103,8 @@ def fsync_folder(folder: str | os.PathLike) -> None:
 
 @contextmanager
 def file_lock(path: str | os.PathLike) -> Iterator[None]:
-    """Wait for the lock at `path`: an orphan of a killed run may still be writing. The kernel frees it with its holder."""
+    """Wait for the lock at `path`: an orphan of a killed run may still be writing. The kernel frees it with its
+    holder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -156,6 +157,8 @@ class Progress:
     def _line(self, now: float, extras: dict[str, Any]) -> str:
         rate = self.done / max(now - self.start, 1e-9)
         of = f"/{self.total}" if self.total else ""
-        left = f", {(self.total - self.done) / rate:.0f} s left" if self.total and rate and self.done < self.total else ""
+        left = (
+            f", {(self.total - self.done) / rate:.0f} s left" if self.total and rate and self.done < self.total else ""
+        )
         shown = "".join(f", {k} {v:.4g}" if isinstance(v, float) else f", {k} {v}" for k, v in extras.items())
         return f"{self.label}: {self.done}{of} {self.unit}, {rate:.1f}/s{left}{shown}"

@@ -75,8 +75,10 @@ def _is_reporting(node: ast.AST) -> bool:
     if isinstance(node.func, ast.Name):
         return node.func.id == "print"
     # `progress.update(…)`, `log.info(…)`: by the name of the object, lest `dict.update` be left out.
-    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-    return isinstance(owner, ast.Name) and owner.id in {"log", "logger", "progress"} and node.func.attr in REPORTING_CALLS
+    if not isinstance(node.func, ast.Attribute) or node.func.attr not in REPORTING_CALLS:
+        return False
+    owner = node.func.value
+    return isinstance(owner, ast.Name) and owner.id in {"log", "logger", "progress"}
 
 
 def _closure(modules: tuple[str, ...]) -> set[str]:

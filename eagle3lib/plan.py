@@ -143,7 +143,9 @@ def shard_sha256(path: str | Path, shard: str) -> str | None:
 def hidden_state_files(folder: str, sizes: dict[str, dict]) -> list[str]:
     """Every sample's `.pt` below `folder`."""
     return [
-        f"{folder}/{hidden_states.slot_path(shard, slot)}" for shard, about in sizes.items() for slot in range(about["n_samples"])
+        f"{folder}/{hidden_states.slot_path(shard, slot)}"
+        for shard, about in sizes.items()
+        for slot in range(about["n_samples"])
     ]
 
 

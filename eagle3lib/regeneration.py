@@ -67,7 +67,9 @@ def regenerate(
     # An orphan of a killed run may still be answering: wait, and find its replies.
     with file_lock(Path(store_folder) / f"{store_name}.lock"):
         store = _Store(Path(store_folder), store_name)
-        return _regenerate(conversations, tokenizer, open_engine, dataset, cfg, identity, budget_tokens, store, out_file)
+        return _regenerate(
+            conversations, tokenizer, open_engine, dataset, cfg, identity, budget_tokens, store, out_file
+        )
 
 
 def _regenerate(

@@ -97,7 +97,8 @@ def _as_text(run: dict[str, Any]) -> str:
         f"# {run['draft']} for {run['target']}, trained on {run['dataset']}",
         "",
         f"acceptance length  {_figure(run['acceptance_length'])}, over all replies "
-        f"{_figure(acceptance['acceptance_length_all'])}, n-gram drafter {_figure(acceptance['ngram_acceptance_length'])}",
+        f"{_figure(acceptance['acceptance_length_all'])}, n-gram drafter "
+        f"{_figure(acceptance['ngram_acceptance_length'])}",
         f"acceptance rate    {rates}   by position",
         f"validation         acceptance length {_figure(run['validation'].get('acceptance_length'))}, accuracy of "
         f"supervised tokens {', '.join(map(_figure, run['validation'].get('accuracy_of_supervised', [])))}",

@@ -184,7 +184,7 @@ def _folder_fingerprint(folder: Path, cache_file: Path | None) -> str:
     cached = _read_cache(cache_file)
     if cached.get("stamp") == stamp:
         return cached["fingerprint"]
-    content = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in small]
+    content: list[tuple] = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in small]
     content += [(path.name, path.stat().st_size, _sampled_sha256(path)) for path in weights]
     fingerprint = digest(content, 16)
     if cache_file:
@@ -250,9 +250,7 @@ def text_config(folder: str | os.PathLike, trust_remote_code: bool = False) -> A
         raise UserError(f"{folder}/config.json: {str(error).splitlines()[0]}") from None
 
 
-def load_info(
-    folder: str | os.PathLike, fingerprint: str = UNKNOWN, trust_remote_code: bool = False
-) -> TargetInfo:
+def load_info(folder: str | os.PathLike, fingerprint: str = UNKNOWN, trust_remote_code: bool = False) -> TargetInfo:
     """Read the facts from a model folder's config; raises UserError when the config is not usable."""
     config = text_config(folder, trust_remote_code)
     eos = _eos_token_ids(Path(folder), config)
@@ -358,7 +356,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder}/config.json: cannot be read ({error}); target.model must be a model folder") from None
+        raise UserError(
+            f"{folder}/config.json: cannot be read ({error}); target.model must be a model folder"
+        ) from None
 
 
 def _text_section(config: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
@@ -639,7 +638,7 @@ def main() -> None:
     """A worker of torchrun: `python -m eagle3lib.training JOB.json`."""
     _end_with_parent()
     job = Job.read(sys.argv[1])
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if int(os.environ["LOCAL_RANK"]):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - rank 0 speaks for all
     if job.training.gpus:

@@ -288,8 +288,8 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, draft_head, last, target_head, slots, weights, wanted, wants_grad):
         per_row = torch.zeros(3, *weights.shape, device=hidden.device)
-        d_hidden = torch.zeros_like(hidden) if wants_grad else None
-        d_head = torch.zeros_like(draft_head, dtype=torch.float32) if wants_grad else None
+        d_hidden = torch.zeros_like(hidden if wants_grad else hidden[:0])
+        d_head = torch.zeros_like(draft_head if wants_grad else draft_head[:0], dtype=torch.float32)
         head = draft_head.to(hidden.dtype)
         for a in range(0, last.shape[0], ROWS_PER_CHUNK):
             part = slice(a, a + ROWS_PER_CHUNK)

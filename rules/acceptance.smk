@@ -16,7 +16,7 @@ rule measure_acceptance:
         "logs/measure_acceptance/{target}/{dataset}/{key}/{draft}.log",
     benchmark:
         "results/benchmarks/measure_acceptance/{target}/{dataset}/{key}/{draft}.tsv"
-    threads: workflow.cores
+    threads: 64  # all that --cores gives
     resources:
         gpu=lambda w: cfg(w).engine.gpus,
     params:

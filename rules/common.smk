@@ -60,7 +60,9 @@ def reply_files(wildcards):
     run = cfg(wildcards)
     if not run.regenerate.enabled:
         return conversation_files(wildcards)
-    return [f"{DATASET}/replies/{part:03d}.jsonl" for part in range(run.regenerate.parts)]
+    return [
+        f"{DATASET}/replies/{part:03d}.jsonl" for part in range(run.regenerate.parts)
+    ]
 
 
 def shards_of(target, dataset, **_):
@@ -73,16 +75,23 @@ def shard_file(wildcards):
     path = f"{DATASET}/shards/{{shard}}.jsonl".format(**wildcards)
     if shards_of(**wildcards) and not os.path.exists(path):
         samples = f"{DATASET}/samples.parquet".format(**wildcards)
-        raise WorkflowError(f"{path}: lost; delete {samples} and run the same command again: it is made anew")
+        raise WorkflowError(
+            f"{path}: lost; delete {samples} and run the same command again: it is made anew"
+        )
     return path
 
 
 def shard_sha256(wildcards):
-    return planning.shard_sha256(f"{DATASET}/shards.json".format(**wildcards), wildcards.shard)
+    return planning.shard_sha256(
+        f"{DATASET}/shards.json".format(**wildcards), wildcards.shard
+    )
 
 
 def manifests(wildcards):
-    return [f"{STATES}/hidden_states/{shard}/manifest.json".format(**wildcards) for shard in shards_of(**wildcards)]
+    return [
+        f"{STATES}/hidden_states/{shard}/manifest.json".format(**wildcards)
+        for shard in shards_of(**wildcards)
+    ]
 
 
 def all_hidden_states(_):

@@ -36,7 +36,7 @@ rule train_draft_model:
         "logs/train_draft_model/{target}/{dataset}/{key}/{draft}.log",
     benchmark:
         "results/benchmarks/train_draft_model/{target}/{dataset}/{key}/{draft}.tsv"
-    threads: workflow.cores
+    threads: 64  # all that --cores gives
     resources:
         gpu=lambda w: cfg(w).training.gpus,
     params:

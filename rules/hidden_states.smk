@@ -35,20 +35,23 @@ for rule_name, slots, shard_regex in planning.shard_kinds(plan.shard_size):
             # Snakemake 9.27.1 then overlooks that this job must run when that rule runs.)
             shard=ancient(shard_file),
         output:
-            states=[f"{STATES}/hidden_states/{{shard}}/{slot:04d}.pt" for slot in range(slots)],
+            states=[
+                f"{STATES}/hidden_states/{{shard}}/{slot:04d}.pt"
+                for slot in range(slots)
+            ],
             manifest=f"{STATES}/hidden_states/{{shard}}/manifest.json",
         log:
             "logs/extract_hidden_states/{target}/{dataset}/{key}/{shard}.log",
         benchmark:
             "results/benchmarks/extract_hidden_states/{target}/{dataset}/{key}/{shard}.tsv"
+        wildcard_constraints:
+            shard=shard_regex,
         resources:
             gpu=lambda w: cfg(w).engine.gpus,
         params:
             key=state_key,
             shard_sha256=shard_sha256,
             code=code("eagle3lib.extraction", "eagle3lib.engines.transformers"),
-        wildcard_constraints:
-            shard=shard_regex,
         script:
             "../scripts/extract_hidden_states.py"
 

@@ -43,9 +43,21 @@ rule summarize:
         releases=plan.paths(f"{DRAFT}/gpu_release.json"),
         plots=plan.paths(f"{DRAFT}/plots/training.svg"),
     output:
-        text=report("results/summary.md", category="Summary", caption="../docs/captions/summary.rst"),
-        json=report("results/summary.json", category="Summary", caption="../docs/captions/summary.rst"),
-        config=report("results/config.yaml", category="Summary", caption="../docs/captions/config.rst"),
+        text=report(
+            "results/summary.md",
+            category="Summary",
+            caption="../docs/captions/summary.rst",
+        ),
+        json=report(
+            "results/summary.json",
+            category="Summary",
+            caption="../docs/captions/summary.rst",
+        ),
+        config=report(
+            "results/config.yaml",
+            category="Summary",
+            caption="../docs/captions/config.rst",
+        ),
     log:
         "logs/summarize.log",
     benchmark:

@@ -21,5 +21,9 @@ with job_log(snakemake.log[0]):
         TargetInfo.read(snakemake.input.target),
         snakemake.params.key["aux_layer_ids"],
         snakemake.output.export,
-        {"lineage": record["digest"], "target_model": run.target.model, "metrics": record["metrics"].get("validation", {})},
+        {
+            "lineage": record["digest"],
+            "target_model": run.target.model,
+            "metrics": record["metrics"].get("validation", {}),
+        },
     )

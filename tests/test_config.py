@@ -90,7 +90,12 @@ def test_shipped_configs_load(path):
 
 def test_headline_case_is_described():
     run = config.load(yaml.safe_load((ROOT / "config/kimi-k2.5.yaml").read_text())).expand()[0]
-    assert (run.engine.tensor_parallel, run.dataset.max_tokens, run.training.gpus, run.training.epochs) == (8, 8192, 4, 5)
+    assert (run.engine.tensor_parallel, run.dataset.max_tokens, run.training.gpus, run.training.epochs) == (
+        8,
+        8192,
+        4,
+        5,
+    )
     assert run.hidden_states.aux_layer_ids == [2, 30, 58]
 
 
@@ -105,7 +110,9 @@ def test_every_field_is_described():
 
 
 def test_runs_override_sections_and_keep_the_rest():
-    values = broken({"training.epochs": 7, "runs": [{"draft": {"name": "a"}}, {"draft": {"name": "b", "draft_vocab_size": 64}}]})
+    values = broken(
+        {"training.epochs": 7, "runs": [{"draft": {"name": "a"}}, {"draft": {"name": "b", "draft_vocab_size": 64}}]}
+    )
     first, second = config.load(values).expand()
     assert (first.draft.draft_vocab_size, second.draft.draft_vocab_size) == (32000, 64)
     assert first.training.epochs == second.training.epochs == 7

@@ -129,12 +129,23 @@ def test_init_from_target(model):
 
 def test_layer_starts_as_the_targets_where_shapes_fit(model):
     before = {name: p.clone() for name, p in model.named_parameters()}
-    shapes = {"self_attn.q_proj": (32, 24), "self_attn.o_proj": (24, 32), "mlp.gate_proj": (41, 24), "input_layernorm": (24,)}
+    shapes = {
+        "self_attn.q_proj": (32, 24),
+        "self_attn.o_proj": (24, 32),
+        "mlp.gate_proj": (41, 24),
+        "input_layernorm": (24,),
+    }
     layer = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
     norm = torch.randn(24)
     done = model.init_layer_from_target(norm, layer)
     mid = model.midlayer
-    assert done == ["self_attn.q_proj.weight", "self_attn.o_proj.weight", "hidden_norm.weight", "norm.weight", "fc.weight"]
+    assert done == [
+        "self_attn.q_proj.weight",
+        "self_attn.o_proj.weight",
+        "hidden_norm.weight",
+        "norm.weight",
+        "fc.weight",
+    ]
     assert torch.equal(mid.self_attn.q_proj.weight[:, 24:], layer["self_attn.q_proj.weight"])
     assert torch.equal(mid.self_attn.q_proj.weight[:, :24], before["midlayer.self_attn.q_proj.weight"][:, :24] / 2)
     assert torch.equal(mid.self_attn.o_proj.weight, layer["self_attn.o_proj.weight"])

@@ -65,7 +65,7 @@ def test_acceptance_length_rises_from_one_to_over_one_and_a_half(finished):
 
 
 def test_validation_predicts_what_serving_measures(finished):
-    """The trainer's joint prefix hits on held-out samples against real decoding: the same draft, the same kind of text."""
+    """The trainer's joint prefix hits on held-out samples against real decoding of the same kind of text."""
     metrics = json.loads(finished.result("small/docs/*/trained/training/training.json").read_text())["metrics"]
     predicted = metrics["validation"]["acceptance_length"]
     assert acceptance(finished, "trained")["acceptance_length"] == pytest.approx(predicted, rel=0.2)

@@ -32,7 +32,9 @@ def shard(tmp_path):
     lines = []
     for length in (12, 30, 7, 30):
         ids = torch.randint(3, 300, (length,), generator=generator).tolist()
-        lines.append({"sample_id": hidden_states.sample_id(ids), "input_ids": ids, "reply_bounds": [4, length], "origin": {}})
+        lines.append(
+            {"sample_id": hidden_states.sample_id(ids), "input_ids": ids, "reply_bounds": [4, length], "origin": {}}
+        )
     path = tmp_path / "00000.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -158,7 +160,10 @@ def test_no_disk_is_refused_before_the_first_byte(shard, target):
     ("edit", "message"),
     [
         (lambda line: line[:40], "00000.jsonl:2: not a sample"),
-        (lambda line: line.replace('"input_ids": [', '"input_ids": [9, '), "00000.jsonl:2: .*do not match its sample_id"),
+        (
+            lambda line: line.replace('"input_ids": [', '"input_ids": [9, '),
+            "00000.jsonl:2: .*do not match its sample_id",
+        ),
         (lambda line: "", "00000.jsonl: 3 samples, 4 expected"),
     ],
 )
@@ -207,7 +212,9 @@ def test_index_refuses_a_manifest_of_other_samples(tmp_path, change):
 
 def test_storage_limit_is_held_against_all_bytes(tmp_path):
     samples = pd.DataFrame({"sample_id": ["ab", "cd"], "n_tokens": [1000, 1000]})
-    forecast, disk = extraction.storage_plan(samples, tmp_path, KEY, 576, StorageConfig(limit_bytes=10**6, reserve_bytes=0))
+    forecast, disk = extraction.storage_plan(
+        samples, tmp_path, KEY, 576, StorageConfig(limit_bytes=10**6, reserve_bytes=0)
+    )
     assert forecast["bytes_all"] == disk["bytes_to_come"] > 2 * 1000 * 4 * 576 * 2
     with pytest.raises(UserError, match=r"storage.limit_bytes allows 1,000,000"):
         extraction.check_storage(forecast | disk)

@@ -32,7 +32,9 @@ def reshape(folder, layout):
     """The same model in another layout on disk."""
     tensors = load_file(folder / "model.safetensors")
     if layout == "nested":
-        tensors = {f"language_model.{name}": t for name, t in tensors.items()} | {"vision_tower.embed_tokens.weight": torch.zeros(2)}
+        tensors = {f"language_model.{name}": t for name, t in tensors.items()} | {
+            "vision_tower.embed_tokens.weight": torch.zeros(2)
+        }
     if layout in ("sharded", "nested"):
         (folder / "model.safetensors").unlink()
         names = sorted(tensors)

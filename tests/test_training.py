@@ -36,7 +36,11 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     g = torch.Generator().manual_seed(0)
     embedding = torch.randn(V, H, generator=g)
-    tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding * 3, "model.norm.weight": torch.ones(H)}
+    tensors = {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": embedding * 3,
+        "model.norm.weight": torch.ones(H),
+    }
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     target = TargetInfo(
         path=str(folder),

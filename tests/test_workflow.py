@@ -104,7 +104,8 @@ def touch_everything(w):
 
 
 def code_of_training(w):
-    edit(w.code / "eagle3lib/training_time_test.py", "step_decay ** torch.arange(steps, dtype=torch.float64)", "(step_decay + 0) ** torch.arange(steps, dtype=torch.float64)")  # fmt: skip
+    path = w.code / "eagle3lib/training_time_test.py"
+    edit(path, "step_decay ** torch.arange(steps", "(step_decay + 0) ** torch.arange(steps")
 
 
 def code_of_extraction(w):

@@ -61,7 +61,15 @@ class Workspace:
 
     def snakemake(self, *arguments: str, check: bool = True, cores: int = 2) -> subprocess.CompletedProcess:
         command = self.command("--cores", str(cores), *arguments)
-        done = subprocess.run(command, cwd=self.run_folder, env=self.environment, capture_output=True, text=True, timeout=580)
+        done = subprocess.run(
+            command,
+            cwd=self.run_folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=580,
+            check=False,
+        )
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
         return done
