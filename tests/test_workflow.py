@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from safetensors.torch import load_file, save_file
 from tiny import make_target, write_conversations
-from workflow import Workspace
+from workflow import ROOT, Workspace, job_counts
 
 N, K = 7, 4  # one full shard, tail_2, tail_1
 EXTRACT = ["extract_hidden_states", "extract_tail_2", "extract_tail_1"]
@@ -227,10 +227,37 @@ def test_fewer_gpus_than_asked_for_stops(workspace):
 
 
 def test_plan_of_the_headline_case_without_its_weights(tmp_path):
-    from workflow import ROOT
 
     workspace = Workspace(tmp_path, {})
     shutil.copy(ROOT / "config/kimi-k2.5.yaml", tmp_path / "config.yaml")
     planned = workspace.planned()
     assert planned["shard_samples"] == 1 and planned["prepare_target"] == 1
     assert not workspace.states()
+
+
+def test_plan_of_the_headline_case_in_full(tmp_path):
+    """37,312 samples that are sharded already: the dry run lists every missing one of them."""
+    workspace = Workspace(tmp_path, {})
+    shutil.copy(ROOT / "config/kimi-k2.5.yaml", tmp_path / "config.yaml")
+    workspace.set("regenerate", {"enabled": False})
+    workspace.set("dataset.conversations", ["conversations.jsonl"])
+    results = workspace.run_folder / "results"
+    dataset = results / "kimi-k2.5/conversations"
+    (dataset / "shards").mkdir(parents=True)
+    (results / "targets/kimi-k2.5").mkdir(parents=True)
+    shards = {f"{number:05d}": {"sha256": "0", "n_samples": 64, "n_tokens": 150_000} for number in range(583)}
+    contents = {
+        workspace.run_folder / "conversations.jsonl": "",
+        results / "targets/kimi-k2.5/target.json": "{}",
+        **{dataset / f"shards/{shard}.jsonl": "" for shard in shards},
+        dataset / "samples.parquet": "",
+        dataset / "rejected.jsonl": "",
+        dataset / "shards.json": json.dumps(shards),
+    }
+    for path, text in contents.items():
+        path.write_text(text)
+    done = workspace.snakemake("--dry-run")
+    planned = job_counts(done.stdout + done.stderr)
+    assert planned["extract_hidden_states"] == 583 and "shard_samples" not in planned
+    assert planned["train_draft_model"] == planned["measure_acceptance"] == planned["plan_storage"] == 1
+    assert "hidden_states/00582/0063.pt" in done.stdout + done.stderr
