@@ -13,28 +13,13 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from eagle3lib.job import atomic_write, write_json
+from eagle3lib.job import HashingFile, atomic_write, write_json
 
 KEEP = 2
-
-
-class _Hashing:
-    """A file that takes the sha256 of what is written to it (the zip writer of torch only appends)."""
-
-    def __init__(self, file: IO[bytes]):
-        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
-
-    def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        self.bytes += len(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
 
 
 def save(folder: str | os.PathLike, digest: str, step: int, state: dict[str, Any]) -> Path:
@@ -43,7 +28,7 @@ def save(folder: str | os.PathLike, digest: str, step: int, state: dict[str, Any
     # A JSON of an earlier attempt at this step would vouch for the wrong bytes.
     path.with_suffix(".json").unlink(missing_ok=True)
     with atomic_write(path) as file:
-        hashing = _Hashing(file)
+        hashing = HashingFile(file)
         torch.save(state, hashing)
     record = {"digest": digest, "step": step, "bytes": hashing.bytes, "sha256": hashing.sha256.hexdigest()}
     write_json(path.with_suffix(".json"), record)

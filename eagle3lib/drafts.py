@@ -8,9 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from eagle3lib import hidden_states, training
+from eagle3lib import training
 from eagle3lib.job import file_lock
 from eagle3lib.lineage import digest, file_sha256
+from eagle3lib.store import link
 from eagle3lib.training import Job, Sample
 
 
@@ -41,7 +42,7 @@ def train_once(job: Job, outputs: Sequence[Path]) -> dict[str, Any]:
         job.write(folder / "job.json")
         result = training.launch(folder / "job.json", job.training)
     for output in outputs:
-        hidden_states.link(folder / output.name, output)
+        link(folder / output.name, output)
     return result
 
 

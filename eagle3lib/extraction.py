@@ -18,10 +18,11 @@ import torch
 from eagle3lib import hidden_states
 from eagle3lib.config import StorageConfig
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import StateKey, Store
+from eagle3lib.hidden_states import StateKey
 from eagle3lib.job import Progress, file_lock, write_json
 from eagle3lib.lineage import digest
 from eagle3lib.shards import Sample, read_shard
+from eagle3lib.store import Store, link
 from eagle3lib.targets import TargetInfo
 
 # Tokens handed to the engine at once: it packs them into passes, so more is denser; this is also
@@ -62,7 +63,7 @@ def extract_shard(
             _probe_once(engine, store)
             records |= _compute(missing, store, engine, code)
         for sample, output in zip(samples, outputs, strict=True):
-            hidden_states.link(store.path(sample.sample_id), output)
+            link(store.path(sample.sample_id), output)
     rows = [
         {"slot": slot, "n_tokens": len(s.input_ids), **(records[s.sample_id] or {})} for slot, s in enumerate(samples)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import sys
@@ -90,6 +91,21 @@ def atomic_write(path: str | os.PathLike) -> Iterator[IO[bytes]]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+class HashingFile:
+    """Takes the sha256 of what is written through it (the zip writer of torch only appends)."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        self.bytes += len(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
 
 
 def fsync_folder(folder: str | os.PathLike) -> None:

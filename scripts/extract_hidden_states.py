@@ -7,8 +7,8 @@ import torch
 
 from eagle3lib import extraction, gpus, plan
 from eagle3lib.engines import open_engine
-from eagle3lib.hidden_states import Store
 from eagle3lib.job import job_log
+from eagle3lib.store import Store
 from eagle3lib.targets import TargetInfo
 
 with job_log(snakemake.log[0]):

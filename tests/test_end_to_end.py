@@ -6,7 +6,7 @@ import pytest
 from small_target import make_small_target, small_prompts
 from workflow import Workspace
 
-from eagle3lib.hidden_states import file_sha256
+from eagle3lib.lineage import file_sha256
 
 pytestmark = pytest.mark.e2e
 K = 16

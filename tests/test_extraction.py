@@ -16,6 +16,8 @@ from eagle3lib.config import EngineConfig, StorageConfig
 from eagle3lib.engines import open_engine
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey
+from eagle3lib.lineage import file_sha256
+from eagle3lib.store import Store
 
 KEY = StateKey("fingerprint", (2, 4, 5), "transformers", "float32", "bf16")
 ROOMY = StorageConfig(reserve_bytes=0)
@@ -60,7 +62,7 @@ def run(shard, target, engine=None, storage=ROOMY):
     outputs = [root / "out" / f"{slot:04d}.pt" for slot in range(4)]
     manifest = root / "out" / "manifest.json"
     engine = engine or Counting(target)
-    store = hidden_states.Store(root / "store", KEY)
+    store = Store(root / "store", KEY)
     info = targets.load_info(target)
     counts = extraction.extract_shard(shard, outputs, manifest, store, engine, "code", info, storage)
     return outputs, manifest, engine, counts
@@ -83,12 +85,12 @@ def test_states_are_those_of_transformers(shard, target):
 def test_second_run_opens_no_engine_and_changes_nothing(shard, target):
     outputs, manifest, _, counts = run(shard, target)
     assert counts == {"found": 0, "computed": 4}
-    before = [(p.stat().st_ino, hidden_states.file_sha256(p)) for p in outputs], manifest.read_bytes()
+    before = [(p.stat().st_ino, file_sha256(p)) for p in outputs], manifest.read_bytes()
     for output in outputs:
         output.unlink()
     _, _, engine, counts = run(shard, target)
     assert (engine.opened, counts) == (0, {"found": 4, "computed": 0})
-    assert ([(p.stat().st_ino, hidden_states.file_sha256(p)) for p in outputs], manifest.read_bytes()) == before
+    assert ([(p.stat().st_ino, file_sha256(p)) for p in outputs], manifest.read_bytes()) == before
 
 
 def test_only_the_missing_samples_are_computed(shard, target):
@@ -96,7 +98,7 @@ def test_only_the_missing_samples_are_computed(shard, target):
     before = manifest.read_bytes()
     kept = outputs[0].stat().st_ino
     rows = [json.loads(line) for line in shard.read_text().splitlines()]
-    store = hidden_states.Store(shard.parent / "store", KEY)
+    store = Store(shard.parent / "store", KEY)
     for slot in (1, 3):
         store.path(rows[slot]["sample_id"]).unlink()
         outputs[slot].unlink()
@@ -109,7 +111,7 @@ def test_only_the_missing_samples_are_computed(shard, target):
 
 def test_killed_in_the_middle_keeps_what_was_finished(shard, target, monkeypatch):
     monkeypatch.setattr(extraction, "TOKENS_IN_FLIGHT", 1)
-    publish, done = hidden_states.Store.publish, []
+    publish, done = Store.publish, []
 
     def dies_at_the_third(self, content):
         if len(done) == 2:
@@ -117,7 +119,7 @@ def test_killed_in_the_middle_keeps_what_was_finished(shard, target, monkeypatch
         done.append(content["meta"]["sample_id"])
         return publish(self, content)
 
-    monkeypatch.setattr(hidden_states.Store, "publish", dies_at_the_third)
+    monkeypatch.setattr(Store, "publish", dies_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         run(shard, target)
     monkeypatch.undo()
@@ -142,7 +144,7 @@ print(counts["computed"])
 
 def test_leftover_part_files_are_removed(shard, target):
     rows = [json.loads(line) for line in shard.read_text().splitlines()]
-    store = hidden_states.Store(shard.parent / "store", KEY)
+    store = Store(shard.parent / "store", KEY)
     part = store.path(rows[0]["sample_id"]).with_name(f"{rows[0]['sample_id']}.host.1.part")
     part.parent.mkdir(parents=True)
     part.write_bytes(b"half")

@@ -8,7 +8,9 @@ import torch
 
 from eagle3lib import hidden_states
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import StateKey, Store
+from eagle3lib.hidden_states import StateKey
+from eagle3lib.lineage import file_sha256
+from eagle3lib.store import Store, link
 
 KEY = StateKey("fingerprint", (2, 4, 5), "transformers", "float32", "bf16")
 IDS = [5, 6, 7, 8, 9]
@@ -40,7 +42,7 @@ def test_published_sample_reads_back_as_designed(store):
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(sample["hidden_states"], states, strict=True))
     assert sample["meta"]["last_is_post_norm"] is True
     assert sample["meta"]["aux_layer_ids"] == [2, 4, 5]
-    assert (record["bytes"], record["sha256"]) == (path.stat().st_size, hidden_states.file_sha256(path))
+    assert (record["bytes"], record["sha256"]) == (path.stat().st_size, file_sha256(path))
 
 
 def test_found_again_by_another_process(store):
@@ -154,12 +156,12 @@ def test_link_is_a_hard_link_and_can_be_made_twice(store, tmp_path):
     record = store.publish(content())
     source = store.path(record["sample_id"])
     destination = tmp_path / "shard" / "0000.pt"
-    hidden_states.link(source, destination)
-    hidden_states.link(source, destination)
+    link(source, destination)
+    link(source, destination)
     assert destination.samefile(source)
     destination.unlink()
     destination.write_text("stale")
-    hidden_states.link(source, destination)
+    link(source, destination)
     assert destination.samefile(source)
     assert not list(tmp_path.rglob("*.part"))
 
