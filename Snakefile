@@ -66,6 +66,10 @@ localrules:
     acceptance,
 
 
+onstart:
+    begin_run()
+
+
 onsuccess:
     print(end_of_run(log))
 

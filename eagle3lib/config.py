@@ -122,10 +122,19 @@ class EngineConfig(Section):
 
 
 class StorageConfig(Section):
-    """How much disk the hidden states may take."""
+    """How much disk the hidden states may take, and how much finished work may be made again unasked."""
 
     limit_bytes: int | None = Field(None, ge=1, description="Most bytes the store may hold (null: what is free).")
     reserve_bytes: int = Field(2 * 2**30, ge=0, description="Bytes that stay free on the filesystem whatever happens.")
+    free_command: str | None = Field(
+        None,
+        description="Shell command that prints the bytes free, where statvfs cannot know them (thin or network "
+        "volumes: ceph df, lfs quota, ...). The lesser of the two counts.",
+    )
+    max_fsync_seconds: float = Field(60, gt=0, description="A volume that is slower to make a sample durable stalls.")
+    confirm_above_hours: float = Field(
+        1.0, ge=0, description="Finished work of more hours is made again only after `python -m eagle3lib confirm`."
+    )
 
 
 class DraftConfig(Section):

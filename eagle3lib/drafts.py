@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from eagle3lib import training
-from eagle3lib.job import file_lock
+from eagle3lib import ledger, shards, training
+from eagle3lib.job import file_lock, write_json
 from eagle3lib.lineage import digest, file_sha256
 from eagle3lib.store import link
 from eagle3lib.training import Job, Sample
@@ -24,23 +25,25 @@ def samples_of(table: pd.DataFrame, folder: Path) -> list[Sample]:
     ]
 
 
-def dataset_digest(table: pd.DataFrame) -> str:
-    """What the trainer learns from: samples in their order, their replies and their split; not where they lie."""
-    bounds = [[int(b) for b in row] for row in table["reply_bounds"]]
-    return digest([table["sample_id"].tolist(), table["split"].tolist(), bounds], 32)
-
-
-def train_once(job: Job, outputs: Sequence[Path]) -> dict[str, Any]:
+def train_once(job: Job, outputs: Sequence[Path], name: str, shaping: dict[str, Any]) -> dict[str, Any]:
     """Train the draft of `job.digest`, go on training it, or find it finished; then link its files to `outputs`.
 
-    `outputs` are named as the files in the store's folder: model.safetensors, training.json, metrics.jsonl.
+    `outputs` are named as the files in the store's folder: model.safetensors, training.json, metrics.jsonl. The
+    work is put down in the ledger under `name` and `shaping`.
     """
     folder = Path(job.folder)
     with file_lock(folder / "lock"):
         found = (folder / "training.json").exists()
         print(f"draft {job.digest}: {'found' if found else 'to be trained'} in {folder}")
         job.write(folder / "job.json")
+        write_json(folder / "made_from.json", {"name": name, "shaping": shaping})
         result = training.launch(folder / "job.json", job.training)
+        if not found:
+            now = time.time()
+            work = ledger.Entry(
+                "draft", name, shaping, now - result["seconds"], now, len(job.samples), result["tokens"]
+            )
+            ledger.add(folder.parent.parent, work)
     for output in outputs:
         link(folder / output.name, output)
     return result
@@ -55,6 +58,6 @@ def make_job(
     **sections: Any,
 ) -> Job:
     """The training of a dataset; `shaping` is everything else that decides the result (settings, key, code)."""
-    identity = digest([dataset_digest(table), file_sha256(mapping), shaping], 32)
+    identity = digest([shards.dataset_digest(table), file_sha256(mapping), shaping], 32)
     folder = str(store / "drafts" / identity)
     return Job(samples_of(table, states_folder), mapping=mapping, folder=folder, digest=identity, **sections)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,22 @@ import torch
 
 from eagle3lib import hidden_states
 from eagle3lib.config import StorageConfig
+from eagle3lib.disk import Disk
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey
 from eagle3lib.job import Progress, file_lock, write_json
+from eagle3lib.ledger import Work
 from eagle3lib.lineage import digest
 from eagle3lib.shards import Sample, read_shard
-from eagle3lib.store import Store, link
+from eagle3lib.store import Store, link, open_stores
 from eagle3lib.targets import TargetInfo
 
 # Tokens handed to the engine at once: it packs them into passes, so more is denser; this is also
 # what waits in memory and what a kill can lose.
 TOKENS_IN_FLIGHT = 8192
+ROW = ("sample_id", "bytes", "sha256")  # of a store's record, what a shard's manifest holds: not when it was written
+
+Records = dict[str, Any]  # sample_id -> the store's record, None: still missing
 
 
 def extract_shard(
@@ -39,12 +43,13 @@ def extract_shard(
     code: str,
     target: TargetInfo,
     storage: StorageConfig,
+    name: str,
 ) -> dict[str, int]:
     """Make every sample of a shard present: found in the store or computed, then linked to `outputs`.
 
     `open_engine` is called only when something must be computed. The manifest lists, by slot,
-    sample_id, n_tokens, bytes and sha256: the same whatever was computed anew. Returns the counts
-    {"found", "computed"}.
+    sample_id, n_tokens, bytes and sha256: the same whatever was computed anew. `name` (target/dataset) is who
+    the work is put down to. Returns the counts {"found", "computed"}.
     """
     samples = read_shard(shard_file)
     if len(samples) != len(outputs):
@@ -52,41 +57,65 @@ def extract_shard(
             f"{shard_file}: {len(samples)} samples, {len(outputs)} expected; delete {shard_file.parent.parent}/"
             "samples.parquet to shard again"
         )
+    store.prepare()
     with file_lock(store.folder / "locks" / f"{digest([s.sample_id for s in samples])}.lock"):
-        records = {s.sample_id: store.find(s.sample_id) for s in samples}
+        records: Records = {s.sample_id: store.find(s.sample_id) for s in samples}
         missing = [s for s in samples if records[s.sample_id] is None]
         print(f"{shard_file.name}: {len(samples) - len(missing)} of {len(samples)} found in {store.folder}")
         if missing:
             store.remove_parts([s.sample_id for s in missing])
-            _check_room(missing, store, target.hidden_size, storage)
             engine = open_engine()
             _probe_once(engine, store)
-            records |= _compute(missing, store, engine, code)
+            guard = Guard(store, target.hidden_size, storage)
+            with Work(store.root, "states", name, store.key.values()) as work:
+                records |= _compute(missing, store, engine, code, guard, work)
+            store.mark_synced()
         for sample, output in zip(samples, outputs, strict=True):
             link(store.path(sample.sample_id), output)
     rows = [
-        {"slot": slot, "n_tokens": len(s.input_ids), **(records[s.sample_id] or {})} for slot, s in enumerate(samples)
+        {"slot": slot, "n_tokens": len(s.input_ids), **{name: records[s.sample_id][name] for name in ROW}}
+        for slot, s in enumerate(samples)
     ]
     write_json(manifest_file, {"key": store.key.short, "samples": rows})
     return {"found": len(samples) - len(missing), "computed": len(missing)}
 
 
-def _check_room(missing: list[Sample], store: Store, hidden_size: int, storage: StorageConfig) -> None:
-    """The plan was made before the first shard; others may have filled the disk since."""
-    n_aux = len(store.key.aux_layer_ids)
-    to_come = sum(hidden_states.sample_bytes(len(s.input_ids), hidden_size, n_aux) for s in missing)
-    free = shutil.disk_usage(store.folder).free
-    check_storage({"bytes_to_come": to_come, "bytes_free": free, **storage.model_dump(), "limit_bytes": None})
+class Guard:
+    """Stops the writer before the disk is full, while the samples so far are kept."""
+
+    def __init__(self, store: Store, hidden_size: int, storage: StorageConfig):
+        self.store, self.hidden_size, self.disk = store, hidden_size, Disk(store.folder, storage)
+
+    def before(self, batch: list[Sample]) -> None:
+        n_aux, form = len(self.store.key.aux_layer_ids), self.store.key.storage_format
+        self.disk.check_room(
+            sum(hidden_states.sample_bytes(len(s.input_ids), self.hidden_size, n_aux, form) for s in batch)
+        )
+
+    def after_each(self) -> None:
+        self.disk.check_fsync(self.store.fsync_seconds)
 
 
-def _compute(missing: list[Sample], store: Store, engine: Any, code: str) -> dict[str, dict]:
+def _compute(missing: list[Sample], store: Store, engine: Any, code: str, guard: Guard, work: Work) -> Records:
+    """Extract and publish, batch by batch."""
     progress = Progress(sum(len(s.input_ids) for s in missing), "tokens", "extract")
-    records = {}
+    records, faults = {}, []
     for batch in _batches(missing):
+        guard.before(batch)
         states = engine.extract([s.input_ids for s in batch], list(store.key.aux_layer_ids))
         for sample, state in zip(batch, states, strict=True):
-            records[sample.sample_id] = _publish(sample, [*state.aux, state.last], store, engine.version, code)
+            try:
+                records[sample.sample_id] = _publish(sample, [*state.aux, state.last], store, engine.version, code)
+                work.count(1, len(sample.input_ids))
+                guard.after_each()
+            except ValueError as error:  # not finite: the others do not wait for it
+                faults.append(f"{sample.origin.get('file')}:{sample.origin.get('line')}: {error}")
             progress.update(len(sample.input_ids))
+    if faults:
+        raise UserError(
+            f"{len(faults)} samples have no usable states; the others are kept. {faults[0]}. Remove the line from the "
+            "input, or try engine.compute_dtype: float32" + "".join(f"\n  {fault}" for fault in faults[1:])
+        )
     return records
 
 
@@ -102,13 +131,7 @@ def _batches(missing: list[Sample]) -> Iterator[list[Sample]]:
 
 
 def _publish(sample: Sample, states: list[torch.Tensor], store: Store, version: str, code: str) -> dict[str, Any]:
-    try:
-        content = hidden_states.pack_sample(store.key, sample.input_ids, sample.reply_bounds, states, version, code)
-    except ValueError as error:
-        raise UserError(
-            f"sample {sample.sample_id}: {error}; the other samples are kept. Remove its line from the input, or try "
-            "engine.compute_dtype: float32"
-        ) from None
+    content = hidden_states.pack_sample(store.key, sample.input_ids, sample.reply_bounds, states, version, code)
     return store.publish(content)
 
 
@@ -165,7 +188,7 @@ def data_config(table: Any, key: StateKey, target: TargetInfo) -> dict[str, Any]
     """What a reader of the samples must know beside their files."""
     return {
         "key": key.short,
-        **asdict(key),
+        **key.values(),
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "last_is_post_norm": True,
@@ -178,32 +201,20 @@ def data_config(table: Any, key: StateKey, target: TargetInfo) -> dict[str, Any]
 
 
 def storage_plan(
-    samples: Any, store_root: Path, key: StateKey, hidden_size: int, storage: StorageConfig
-) -> tuple[dict[str, int], dict[str, Any]]:
-    """The forecast from the lengths alone (`samples`: sample_id, n_tokens), and the disk as it is now."""
-    store = Store(store_root, key)
-    n_aux = len(key.aux_layer_ids)
+    samples: Any, store: Store, hidden_size: int, storage: StorageConfig
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The forecast from the lengths alone (`samples`: sample_id, n_tokens), and what store and disk hold now."""
+    n_aux = len(store.key.aux_layer_ids)
+    store.prepare()
     present = [store.path(s).exists() for s in samples["sample_id"]]
-    sizes = [hidden_states.sample_bytes(n, hidden_size, n_aux, key.storage_format) for n in samples["n_tokens"]]
-    store.folder.mkdir(parents=True, exist_ok=True)
+    sizes = [hidden_states.sample_bytes(n, hidden_size, n_aux, store.key.storage_format) for n in samples["n_tokens"]]
     forecast = {"samples": len(sizes), "tokens": int(samples["n_tokens"].sum()), "bytes_all": sum(sizes)}
-    to_come = sum(size for size, there in zip(sizes, present, strict=True) if not there)
-    free = shutil.disk_usage(store.folder).free
-    return forecast, {"bytes_to_come": to_come, "bytes_free": free, **storage.model_dump()}
-
-
-def check_storage(plan: dict) -> None:
-    """Refuse before the first byte when the states to come do not fit; the numbers are in the message."""
-    room = plan["bytes_free"] - plan["reserve_bytes"]
-    remedy = "lower dataset.max_conversations or dataset.token_budget"
-    if plan["bytes_to_come"] > max(room, 0):
-        raise UserError(
-            f"no disk: {plan['bytes_to_come']:,} bytes of hidden states to come, {plan['bytes_free']:,} free less "
-            f"storage.reserve_bytes ({plan['reserve_bytes']:,}); "
-            f"free {plan['bytes_to_come'] - room:,} bytes, or {remedy}"
-        )
-    if plan["limit_bytes"] is not None and plan["bytes_all"] > plan["limit_bytes"]:
-        raise UserError(
-            f"no disk: {plan['bytes_all']:,} bytes of hidden states in all, storage.limit_bytes allows "
-            f"{plan['limit_bytes']:,}; raise it, or {remedy}"
-        )
+    stored = {one.key.short: sum(r["bytes"] for r in one.records()) for one in open_stores(store.root)}
+    now = {
+        "samples_to_come": present.count(False),
+        "bytes_to_come": sum(size for size, there in zip(sizes, present, strict=True) if not there),
+        "bytes_stored": sum(stored.values()),
+        "bytes_other_keys": sum(stored.values()) - stored[store.key.short],
+        "bytes_free": Disk(store.folder, storage).free(),
+    }
+    return forecast, now

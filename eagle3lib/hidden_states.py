@@ -35,7 +35,16 @@ class StateKey:
 
     @property
     def short(self) -> str:
-        return digest({**asdict(self), "aux_layer_ids": list(self.aux_layer_ids)})
+        return digest(self.values())
+
+    def values(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "aux_layer_ids": list(self.aux_layer_ids)}
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> StateKey:
+        """Back from plain values."""
+        return cls(**{**values, "aux_layer_ids": tuple(values["aux_layer_ids"])})
 
 
 def sample_id(input_ids: Sequence[int]) -> str:
@@ -123,3 +132,22 @@ def load_sample(path: str | Path) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         raise UserError(f"{path}: format version {version}, this release reads {FORMAT_VERSION}; extract it again")
     return sample
+
+
+def content_fault(sample: dict[str, Any]) -> str | None:
+    """What is wrong inside of a loaded sample: token ids, rows, number of states, values; None when all is well.
+
+    Reads every byte of it; `load_sample` reads the header only.
+    """
+    meta, states = sample["meta"], sample["hidden_states"]
+    ids = sample["input_ids"].tolist()
+    if sample_id(ids) != meta["sample_id"]:
+        return "its token ids do not have the sha256 that is its name"
+    if len(states) != len(meta["aux_layer_ids"]) + 1:
+        return f"{len(states)} states for {len(meta['aux_layer_ids'])} aux layers and the last"
+    for layer, state in zip([*meta["aux_layer_ids"], "last"], states, strict=True):
+        if len(state) != len(ids):
+            return f"layer {layer} has {len(state)} rows for {len(ids)} tokens"
+        if not state.isfinite().all():
+            return f"layer {layer} holds values that are not finite"
+    return None

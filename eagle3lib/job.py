@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -68,10 +69,14 @@ class _Tee:
 def describe_os_error(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
     remedy = {
-        28: "; free space or set storage.limit_bytes, then run the same command again: finished samples are kept",
-        122: "; raise the quota, then run the same command again: finished samples are kept",
-        30: "; remount it writable, then run the same command again: finished samples are kept",
-    }.get(error.errno or 0, "")
+        errno.ENOSPC: "; free space or set storage.limit_bytes",
+        errno.EDQUOT: "; raise the quota",
+        errno.EROFS: "; the filesystem is read-only (after an error?): look at dmesg, remount it writable",
+        errno.EIO: "; the volume fails: look at dmesg",
+        errno.ESTALE: "; the volume is no longer there: mount it again",
+        errno.ENOTCONN: "; the volume is no longer there: mount it again",
+    }.get(error.errno or 0)
+    remedy = f"{remedy}, then run the same command again: finished samples are kept" if remedy else ""
     return f"{where}{error.strerror or error}{remedy}"
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle3lib import config as settings
-from eagle3lib import hidden_states, shards, sources, targets
+from eagle3lib import engines, hidden_states, shards, sources, targets
 from eagle3lib.config import RunConfig, plain
 from eagle3lib.errors import UserError
+from eagle3lib.lineage import code
 
 RESULTS = Path("results")
 STORE = RESULTS / "store"
@@ -56,10 +57,41 @@ class Run:
         cfg = self.cfg
         return {"target": cfg.target.name, "dataset": cfg.dataset.name, "key": self.key.short, "draft": cfg.draft.name}
 
+    @property
+    def dataset_name(self) -> str:
+        """Whom the work on replies and states is put down to in the ledger."""
+        return dataset_name(self.cfg)
+
     def shaping(self, section: str) -> dict[str, Any]:
         """A section as plain values, less the settings that change no result: what a rule tracks as a param."""
         values = plain(getattr(self.cfg, section))
         return {name: value for name, value in values.items() if name not in NOT_SHAPING.get(section, set())}
+
+    def reply_shaping(self) -> dict[str, Any]:
+        """All that decides a reply, beside its prompt."""
+        key = self.key
+        return {
+            "target_fingerprint": key.target_fingerprint,
+            "engine": key.engine,
+            "compute_dtype": key.compute_dtype,
+            "regenerate": self.shaping("regenerate"),
+        }
+
+    def draft_shaping(self) -> dict[str, Any]:
+        """All that decides a draft, beside its samples."""
+        return {
+            "key": self.key.values(),
+            "draft": self.shaping("draft"),
+            "training": self.shaping("training"),
+            "code": code("eagle3lib.training"),
+        }
+
+    def maker(self) -> dict[str, str]:
+        """What makes a state and is not part of its identity (see `adoption`)."""
+        return {
+            "code": code("eagle3lib.hidden_states", f"eagle3lib.engines.{self.cfg.engine.name}"),
+            "engine_version": engines.installed_version(self.cfg.engine.name),
+        }
 
 
 class Plan:
@@ -90,6 +122,20 @@ class Plan:
 
     def shaping(self, section: str) -> Callable[[Any], dict[str, Any]]:
         return lambda wildcards: self.of(wildcards).shaping(section)
+
+
+def dataset_name(cfg: RunConfig) -> str:
+    return f"{cfg.target.name}/{cfg.dataset.name}"
+
+
+def draft_name(cfg: RunConfig, key: dict[str, Any]) -> str:
+    """Whom a training is put down to in the ledger."""
+    return f"{dataset_name(cfg)}/{hidden_states.StateKey.of(key).short}/{cfg.draft.name}"
+
+
+def hidden_size(target_info: Path) -> int:
+    """H, out of a target.json. Raises OSError, ValueError or KeyError when it is not there yet."""
+    return json.loads(target_info.read_text())["hidden_size"]
 
 
 def load_run(job: Any) -> RunConfig:
@@ -153,12 +199,3 @@ def shard_kinds(shard_size: int) -> list[tuple[str, int, str]]:
     """(rule name, slots, regex of {shard}) of the full shards and of each tail size: one rule each."""
     kinds = [("extract_hidden_states", shard_size, r"\d{5}")]
     return kinds + [(f"extract_tail_{n}", n, f"tail_{n}") for n in shards.tail_sizes(shard_size)]
-
-
-def state_key(values: dict[str, Any]) -> hidden_states.StateKey:
-    """Back from the plain values of a rule's params."""
-    return hidden_states.StateKey(**{**values, "aux_layer_ids": tuple(values["aux_layer_ids"])})
-
-
-def key_values(key: hidden_states.StateKey) -> dict[str, Any]:
-    return {**asdict(key), "aux_layer_ids": list(key.aux_layer_ids)}

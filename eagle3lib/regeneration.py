@@ -53,6 +53,7 @@ def regenerate(
     store_folder: str | Path,
     out_file: str | Path,
     store_name: str,
+    count: Callable[[int, int], None] = lambda replies, tokens: None,
 ) -> dict[str, int]:
     """Write the replies to `conversations` to `out_file`; returns {"prompts", "found", "computed", "reply_tokens"}.
 
@@ -62,13 +63,13 @@ def regenerate(
     leaves no room for cfg.max_new_tokens in dataset.max_tokens gets no reply (finish "too_long"), nor does a
     conversation without a user message ("no_prompt"): sharding rejects both. `budget_tokens`: stop at so many
     reply tokens; a prompt that repeats an earlier one adds none. Raises UserError with file and line when the
-    template cannot render.
+    template cannot render. `count` is told of each reply that was computed: (1, its tokens).
     """
     # An orphan of a killed run may still be answering: wait, and find its replies.
     with file_lock(Path(store_folder) / f"{store_name}.lock"):
         store = _Store(Path(store_folder), store_name)
         return _regenerate(
-            conversations, tokenizer, open_engine, dataset, cfg, identity, budget_tokens, store, out_file
+            conversations, tokenizer, open_engine, dataset, cfg, identity, budget_tokens, store, out_file, count
         )
 
 
@@ -82,10 +83,11 @@ def _regenerate(
     budget_tokens: int | None,
     store: _Store,
     out_file: str | Path,
+    count: Callable[[int, int], None],
 ) -> dict[str, int]:
     prompts = (_prompt(one, tokenizer, dataset, cfg, identity) for one in conversations)
     plan = _Plan(prompts, store.replies, budget_tokens, dataset.max_tokens - cfg.max_new_tokens, cfg.max_new_tokens)
-    computed = _compute(plan, store, open_engine(), cfg) if plan.wanting() else 0
+    computed = _compute(plan, store, open_engine(), cfg, count) if plan.wanting() else 0
     chosen = plan.chosen()
     _write(chosen, plan, Path(out_file))
     tokens = sum(map(plan.new_tokens, range(len(chosen))))
@@ -112,7 +114,9 @@ def reply_key(prompt_ids: Sequence[int], cfg: RegenerateConfig, identity: Sequen
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _compute(plan: _Plan, store: _Store, engine: Engine, cfg: RegenerateConfig) -> int:
+def _compute(
+    plan: _Plan, store: _Store, engine: Engine, cfg: RegenerateConfig, count: Callable[[int, int], None]
+) -> int:
     """Answer what the plan asks for; how many replies that were."""
     progress = Progress(plan.budget, "tokens", "regenerate")
     progress.update(plan.tokens)
@@ -122,6 +126,7 @@ def _compute(plan: _Plan, store: _Store, engine: Engine, cfg: RegenerateConfig) 
             store.append(key, ids, finish)
             plan.add(key, (array("i", ids), finish))
             computed += 1
+            count(1, len(ids))
             progress.update(len(ids), replies=len(plan.replies))
             if plan.enough():
                 break  # what still runs lies behind the cut

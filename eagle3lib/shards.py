@@ -26,6 +26,7 @@ from eagle3lib.config import DatasetConfig
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import sample_id
 from eagle3lib.job import Progress, atomic_write, write_json
+from eagle3lib.lineage import digest
 
 MAX_FULL_SHARDS = 100_000  # five digits
 COLUMNS = {
@@ -97,6 +98,13 @@ def _full_shard(number: int, shard_size: int) -> str:
     if number >= MAX_FULL_SHARDS:
         raise UserError(f"dataset.shard_size: {shard_size} makes more than {MAX_FULL_SHARDS} shards; raise it")
     return f"{number:05d}"
+
+
+def dataset_digest(table: Any) -> str:
+    """What a trainer learns from (`table`: frame of samples.parquet): samples in their order, their replies and
+    their split; not where they lie."""
+    bounds = [[int(b) for b in row] for row in table["reply_bounds"]]
+    return digest([table["sample_id"].tolist(), table["split"].tolist(), bounds], 32)
 
 
 def is_validation(sample: str, seed: int, fraction: float) -> bool:

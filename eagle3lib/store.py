@@ -2,35 +2,58 @@
 
 - A state lies at `{store}/hidden_states/{key}/{aa}/{sample_id}.pt`; `key` digests what it depends on,
   `sample_id` is the sha256 of its token ids, `aa` its first two digits.
-- A file counts once its line stands in `{aa}/manifest.jsonl`: {"sample_id", "bytes", "sha256"}.
+- A file counts once its line stands in `{aa}/manifest.jsonl`: {"sample_id", "bytes", "sha256", "written"}.
 - Published in this order: `.part`, fsync, header checked, manifest line fsynced, rename, folder fsynced.
+- `synced.json`: all that was written before its time is on the disk, whatever the disk claimed before.
 - Everything under `results/{target}/{dataset}/` is a hard link into the store: Snakemake may delete
   its outputs as it likes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
 import json
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from eagle3lib.disk import vanished
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import StateKey, load_sample
-from eagle3lib.job import HashingFile, fsync_folder
+from eagle3lib.hidden_states import StateKey, content_fault, load_sample
+from eagle3lib.job import HashingFile, fsync_folder, write_json
 from eagle3lib.lineage import file_sha256
+
+SYNC_SECONDS = 60  # so much work is hashed again after an unclean end
 
 
 class Store:
     """The states of one key. Safe for several processes: names of `.part` files are unique, renames atomic."""
 
     def __init__(self, root: str | Path, key: StateKey):
-        self.key = key
-        self.folder = Path(root) / "hidden_states" / key.short
+        self.root, self.key = Path(root), key
+        self.folder = self.root / "hidden_states" / key.short
+        self.fsync_seconds = 0.0  # of the sample published last
         self._manifests: dict[str, dict[str, dict]] = {}
+        self._marked = time.monotonic()
+
+    def prepare(self) -> None:
+        """Make the folder, with what its key stands for. Nothing later does: a vanished volume is not replaced."""
+        record = self.folder / "key.json"
+        if not record.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(record, self.key.values())
+
+    def convertible_to(self, other: Store) -> bool:
+        """Are the other's states another format of these?"""
+        return replace(self.key, storage_format=other.key.storage_format) == other.key and (
+            self.key.storage_format == "bf16"
+        )
 
     def path(self, sample: str) -> Path:
         return self.folder / sample[:2] / f"{sample}.pt"
@@ -42,25 +65,56 @@ class Store:
             self._manifests[fan] = _read_manifest(self.folder / fan / "manifest.jsonl")
         return self._manifests[fan].get(sample)
 
-    def find(self, sample: str) -> dict[str, Any] | None:
-        """The record of a sample that is present and passes the quick check; None when it must be made.
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The lines of all samples whose file is there, by sample_id."""
+        for fan in sorted(self.folder.glob("[0-9a-f][0-9a-f]")):
+            present = {entry.name for entry in os.scandir(fan)}
+            lines = _read_manifest(fan / "manifest.jsonl")
+            yield from (lines[sample] for sample in sorted(lines) if f"{sample}.pt" in present)
 
-        A present file that fails is moved to quarantine, with the reason.
+    # reading
+
+    def find(self, sample: str, full: bool = False) -> dict[str, Any] | None:
+        """The record of a sample that is present and passes its check; None when it must be made.
+
+        The check is the quick one (size, header), or with `full` that of every byte. A file that fails is
+        moved to quarantine, with the reason.
         """
         path = self.path(sample)
         if not path.exists():
             return None
         record = self.record(sample)
-        if record is None:  # published up to its manifest line, or the manifest was lost: hash it, not make it, again
-            record = {"sample_id": sample, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
-            if reason := self._fault(path, sample, record):
-                self._quarantine(path, reason)
-                return None
-            self._append(sample, record)
-        elif reason := self._fault(path, sample, record):
-            self._quarantine(path, reason)
+        reason = self.fault(sample, full)
+        if reason is not None:
+            self.quarantine(path, reason)
             return None
+        if record is None:  # published up to its manifest line, or the manifest was lost: hash it, not make it, again
+            record = self._append({"sample_id": sample, "bytes": path.stat().st_size, "sha256": file_sha256(path)})
         return record
+
+    def fault(self, sample: str, full: bool = False) -> str | None:
+        """What is wrong with a sample that is present, or None. Nothing is loaded that does not fit its record."""
+        path, record = self.path(sample), self.record(sample)
+        if record is not None:
+            size = path.stat().st_size
+            if size != record["bytes"]:
+                return f"{size} bytes where the manifest says {record['bytes']}"
+            if full and file_sha256(path) != record["sha256"]:
+                return "its sha256 is not the manifest's"
+        # Without a line nobody vouches for the bytes: look at all of them.
+        return self._header_fault(path, sample, full or record is None)
+
+    def _header_fault(self, path: Path, sample: str, content: bool) -> str | None:
+        try:
+            stored = load_sample(path)
+            meta = stored["meta"]
+            wanted = {"sample_id": sample, **self.key.values()}
+            wrong = [f"{name} {meta.get(name)!r}, not {v!r}" for name, v in wanted.items() if meta.get(name) != v]
+            return "; ".join(wrong) or (content_fault(stored) if content else None)
+        except UserError as error:
+            return str(error)
+
+    # writing
 
     def publish(self, content: dict[str, Any]) -> dict[str, Any]:
         """Write one sample; return its record. Nothing appears under its name unless it is whole."""
@@ -68,23 +122,49 @@ class Store:
 
         sample = content["meta"]["sample_id"]
         path = self.path(sample)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.exists():
+            self._make_fan(path.parent)
         part = path.with_name(f"{sample}.{socket.gethostname()}.{os.getpid()}.part")
         try:
             with open(part, "wb") as raw:
                 hashing = HashingFile(raw)
                 torch.save(content, hashing)
                 raw.flush()
+                start = time.monotonic()
                 os.fsync(raw.fileno())
-                record = {"sample_id": sample, "bytes": hashing.bytes, "sha256": hashing.sha256.hexdigest()}
-            if reason := self._fault(part, sample, record):
+                self.fsync_seconds = time.monotonic() - start
+            if reason := self._header_fault(part, sample, content=False):
                 raise OSError(f"{part}: written, but read back differently: {reason}")
-            self._append(sample, record)
+            record = {"sample_id": sample, "bytes": hashing.bytes, "sha256": hashing.sha256.hexdigest()}
+            record = self._append(record)
             os.replace(part, path)
             fsync_folder(path.parent)
         finally:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # on a read-only or dead volume: the first error is the one to tell
+                part.unlink(missing_ok=True)
+        if time.monotonic() - self._marked > SYNC_SECONDS:
+            self.mark_synced()
         return record
+
+    def _make_fan(self, fan: Path) -> None:
+        try:
+            fan.mkdir(exist_ok=True)  # its parents are there, or the volume is not
+        except FileNotFoundError:
+            raise vanished(self.folder) from None
+        fsync_folder(self.folder)
+
+    def mark_synced(self) -> None:
+        """Have the filesystem write out all it holds, then say until when that is true."""
+        self._marked, now = time.monotonic(), time.time()
+        _sync_filesystem(self.folder)
+        write_json(self.folder / "synced.json", {"time": now})
+
+    def synced(self) -> float:
+        """Files written before this time (seconds of the epoch) are on the disk."""
+        try:
+            return float(json.loads((self.folder / "synced.json").read_text())["time"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0.0
 
     def remove_parts(self, samples: Sequence[str]) -> None:
         """Remove what a killed writer of these samples left behind (call it under the shard's lock)."""
@@ -92,52 +172,78 @@ class Store:
             for part in self.path(sample).parent.glob(f"{sample}.*.part"):
                 part.unlink(missing_ok=True)
 
-    def _fault(self, path: Path, sample: str, record: dict[str, Any]) -> str | None:
-        """The quick check: size against the manifest, header against the request. None when all is well."""
-        size = path.stat().st_size
-        if size != record["bytes"]:
-            return f"{size} bytes where the manifest says {record['bytes']}"
-        try:
-            meta = load_sample(path)["meta"]
-        except UserError as error:
-            return str(error)
-        wanted = {"sample_id": sample, **asdict(self.key)}
-        wanted["aux_layer_ids"] = list(self.key.aux_layer_ids)
-        wrong = [
-            f"{name} {meta.get(name)!r}, not {value!r}" for name, value in wanted.items() if meta.get(name) != value
-        ]
-        return "; ".join(wrong) or None
+    def quarantine(self, path: Path, reason: str) -> None:
+        """Set a bad file aside, with the reason, and unlink its names in all datasets: no run takes it for done."""
+        folder = self.root / "quarantine" / self.key.short
+        folder.mkdir(parents=True, exist_ok=True)
+        about = path.stat()
+        os.replace(path, folder / path.name)
+        if about.st_nlink > 1:
+            for name in linked_names(self.root.parent, self.key.short, {about.st_ino}):
+                name.unlink()
+        with open(folder / "reasons.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"file": path.name, "reason": reason, "time": time.time()}) + "\n")
+        print(f"quarantined {path.name}: {reason}")
 
-    def _append(self, sample: str, record: dict[str, Any]) -> None:
-        manifest = self.folder / sample[:2] / "manifest.jsonl"
-        descriptor = os.open(manifest, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:  # one write call: lines of several processes do not mix
-            os.write(descriptor, (json.dumps(record) + "\n").encode())
+    def _append(self, record: dict[str, Any]) -> dict[str, Any]:
+        record = {**record, "written": round(time.time(), 3)}
+        manifest = self.folder / record["sample_id"][:2] / "manifest.jsonl"
+        descriptor = os.open(manifest, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            # One write call: lines of several processes do not mix. A line that a full disk tore gets its end first.
+            size = os.fstat(descriptor).st_size
+            torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
+            line = ("\n" if torn else "") + json.dumps(record) + "\n"
+            if os.write(descriptor, line.encode()) != len(line):
+                raise OSError(28, os.strerror(28), str(manifest))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        self._manifests.setdefault(sample[:2], {})[sample] = record
+        self._manifests.setdefault(record["sample_id"][:2], {})[record["sample_id"]] = record
+        return record
 
-    def _quarantine(self, path: Path, reason: str) -> None:
-        folder = self.folder.parent.parent / "quarantine" / self.key.short
-        folder.mkdir(parents=True, exist_ok=True)
-        os.replace(path, folder / path.name)
-        with open(folder / "reasons.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"file": path.name, "reason": reason}) + "\n")
-        print(f"quarantined {path.name}: {reason}")
+
+def open_stores(root: Path, keys: Iterable[str] | None = None) -> list[Store]:
+    """The stores under `root`, of all keys or those asked for; a folder that no `key.json` explains is passed over."""
+    stores = []
+    for record in sorted(root.glob("hidden_states/*/key.json")):
+        key = StateKey.of(json.loads(record.read_text()))
+        if keys is None or key.short in keys:
+            stores.append(Store(root, key))
+    return stores
+
+
+def linked_names(results: Path, key: str, inodes: set[int]) -> list[Path]:
+    """The names that the datasets of `results` give to these files of `key`."""
+    found = []
+    for folder in results.glob(f"*/*/{key}/hidden_states/*"):
+        found += [Path(entry.path) for entry in os.scandir(folder) if entry.inode() in inodes]
+    return found
 
 
 def _read_manifest(path: Path) -> dict[str, dict]:
-    """Lines by sample; a later line wins, a torn last line (a crash while appending) is passed over."""
+    """Lines by sample; a later line wins, a torn one (a crash or a full disk while appending) is passed over."""
     records: dict[str, dict] = {}
     if path.exists():
-        for line in path.read_text("utf-8").splitlines():
+        for line in path.read_text("utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
                 records[record["sample_id"]] = record
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError):
                 continue
     return records
+
+
+def _sync_filesystem(folder: Path) -> None:
+    """syncfs(2): the filesystem of `folder`, not (as sync does) every one of the machine. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if hasattr(libc, "syncfs") and libc.syncfs(descriptor):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(folder))
+    finally:
+        os.close(descriptor)
 
 
 def link(source: Path, destination: Path) -> None:
@@ -150,6 +256,8 @@ def link(source: Path, destination: Path) -> None:
     try:
         os.link(source, part)
     except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+            raise
         raise UserError(
             f"{destination}: cannot be a hard link to {source} ({error.strerror}); results/ and results/store/ must "
             "lie on one filesystem that has hard links"

@@ -21,6 +21,7 @@ rule measure_acceptance:
         gpu=lambda w: cfg(w).engine.gpus,
     params:
         acceptance=plan.shaping("acceptance"),
+        engine=lambda w: plan.of(w).key.engine,
         code=code("eagle3lib.evaluation"),
     script:
         "../scripts/measure_acceptance.py"

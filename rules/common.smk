@@ -1,9 +1,13 @@
 # What the rules share: the typed configuration, the paths, and functions over them.
 
+import functools
+import sys
+from pathlib import Path
+
 from snakemake.exceptions import WorkflowError
 
+from eagle3lib import overview, records, shards, verification
 from eagle3lib import plan as planning
-from eagle3lib import shards
 from eagle3lib.errors import UserError
 from eagle3lib.lineage import code
 
@@ -11,6 +15,10 @@ try:
     plan = planning.Plan(config)
 except UserError as error:
     raise WorkflowError(str(error)) from None
+
+METADATA, RECORDS = Path(".snakemake/metadata"), planning.STORE / "records"
+if workflow.is_main_process and records.keep(METADATA, RECORDS):
+    print(f".snakemake was lost: its records are put back from {RECORDS}", file=sys.stderr)
 
 TARGET = "results/targets/{target}"
 DATASET = "results/{target}/{dataset}"
@@ -32,7 +40,7 @@ def cfg(wildcards):
 
 
 def state_key(wildcards):
-    return planning.key_values(plan.of(wildcards).key)
+    return plan.of(wildcards).key.values()
 
 
 def files_of(entries):
@@ -65,8 +73,23 @@ def reply_files(wildcards):
     ]
 
 
+@functools.cache
+def before_any_job():
+    """Once a run, in the main process, when the states are about to be looked at."""
+    if not workflow.is_main_process:
+        return
+    if not workflow.dryrun:
+        verification.after_unclean_end(planning.STORE)
+    again = overview.redo(plan)
+    if again and not workflow.dryrun:
+        raise WorkflowError(*again)
+    if workflow.dryrun:
+        print(*again, overview.missing(plan), sep="\n", file=sys.stderr)
+
+
 def shards_of(target, dataset, **_):
     """shard -> what it holds; Snakemake comes back here once the checkpoint has run."""
+    before_any_job()
     output = checkpoints.shard_samples.get(target=target, dataset=dataset).output
     return planning.read_shards(output.shards)
 
@@ -102,7 +125,13 @@ def all_hidden_states(_):
     return sum(files.values(), [])
 
 
+def begin_run():
+    verification.begin(planning.STORE)
+
+
 def end_of_run(log):
     from eagle3lib import gpus
 
+    verification.end(planning.STORE)
+    records.keep(METADATA, RECORDS)
     return f"GPUs: {gpus.summary()}. Summary: results/summary.md; log of this run: {log[0]}"

@@ -40,10 +40,7 @@ rule train_draft_model:
     resources:
         gpu=lambda w: cfg(w).training.gpus,
     params:
-        key=state_key,
-        draft=plan.shaping("draft"),
-        training=plan.shaping("training"),
-        code=code("eagle3lib.training"),
+        shaping=lambda w: plan.of(w).draft_shaping(),
     script:
         "../scripts/train_draft_model.py"
 

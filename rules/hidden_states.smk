@@ -21,6 +21,27 @@ rule plan_storage:
         "../scripts/plan_storage.py"
 
 
+# Code and engine version are not part of a state's identity: where they have changed, a few are compared.
+rule adopt_hidden_states:
+    input:
+        target=f"{TARGET}/target.json",
+        plan=f"{STATES}/storage_plan.json",
+    output:
+        record=f"{STATES}/made_by.json",
+    log:
+        "logs/adopt_hidden_states/{target}/{dataset}/{key}.log",
+    benchmark:
+        "results/benchmarks/adopt_hidden_states/{target}/{dataset}/{key}.tsv"
+    resources:
+        gpu=lambda w: cfg(w).engine.gpus,
+    params:
+        key=state_key,
+        maker=lambda w: plan.of(w).maker(),
+        code=code("eagle3lib.adoption"),
+    script:
+        "../scripts/adopt_hidden_states.py"
+
+
 # One rule for the full shards and one for each size of tail: Snakemake wants the number of
 # outputs of a rule at parse time, and 41 left over = 32 + 8 + 1.
 for rule_name, slots, shard_regex in planning.shard_kinds(plan.shard_size):
@@ -30,7 +51,7 @@ for rule_name, slots, shard_regex in planning.shard_kinds(plan.shard_size):
             rule_name
         input:
             target=f"{TARGET}/target.json",
-            plan=f"{STATES}/storage_plan.json",
+            made_by=f"{STATES}/made_by.json",
             # A touched shard is the same shard: its sha256 is a param. (Never `ancient` for what a rule makes:
             # Snakemake 9.27.1 then overlooks that this job must run when that rule runs.)
             shard=ancient(shard_file),

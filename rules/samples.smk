@@ -49,9 +49,7 @@ rule regenerate_replies:
         gpu=lambda w: cfg(w).engine.gpus,
     params:
         dataset=plan.shaping("dataset"),
-        regenerate=plan.shaping("regenerate"),
-        engine=lambda w: plan.of(w).key.engine,
-        compute_dtype=lambda w: plan.of(w).key.compute_dtype,
+        shaping=lambda w: plan.of(w).reply_shaping(),
         code=code("eagle3lib.regeneration", "eagle3lib.engines.transformers"),
     script:
         "../scripts/regenerate_replies.py"

@@ -7,6 +7,7 @@ import torch
 
 from eagle3lib import extraction, gpus, plan
 from eagle3lib.engines import open_engine
+from eagle3lib.hidden_states import StateKey
 from eagle3lib.job import job_log
 from eagle3lib.store import Store
 from eagle3lib.targets import TargetInfo
@@ -20,10 +21,11 @@ with job_log(snakemake.log[0]):
         Path(snakemake.input.shard),
         [Path(path) for path in snakemake.output.states],
         Path(snakemake.output.manifest),
-        Store(plan.STORE, plan.state_key(snakemake.params.key)),
+        Store(plan.STORE, StateKey.of(snakemake.params.key)),
         partial(open_engine, run.engine, target.path, run.target.trust_remote_code),
         snakemake.params.code,
         target,
         run.storage,
+        f"{run.target.name}/{run.dataset.name}",
     )
     print(counts)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from eagle3lib import extraction, plan
+from eagle3lib import extraction
+from eagle3lib.hidden_states import StateKey
 from eagle3lib.job import job_log, write_json, write_parquet
 from eagle3lib.targets import TargetInfo
 
@@ -15,4 +16,4 @@ with job_log(snakemake.log[0]):
     write_json(snakemake.output.lengths, lengths)
     write_parquet(snakemake.output.table, table)
     target = TargetInfo.read(snakemake.input.target)
-    write_json(snakemake.output.config, extraction.data_config(table, plan.state_key(snakemake.params.key), target))
+    write_json(snakemake.output.config, extraction.data_config(table, StateKey.of(snakemake.params.key), target))

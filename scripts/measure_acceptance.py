@@ -1,11 +1,15 @@
 """Real greedy speculative decoding with the exported draft, on prompts it has not seen."""
 
+from pathlib import Path
+
 import torch
 from transformers import AutoTokenizer
 
 from eagle3lib import chat, evaluation, gpus, plan, samples
 from eagle3lib.engines import open_engine
 from eagle3lib.job import job_log, write_json
+from eagle3lib.lineage import digest, file_sha256
+from eagle3lib.store import link
 from eagle3lib.targets import TargetInfo
 
 with job_log(snakemake.log[0]):
@@ -19,7 +23,14 @@ with job_log(snakemake.log[0]):
         chat.prompt_ids(tokenizer, samples.prompt_messages(one.messages), run.dataset.chat_template)
         for one in conversations
     ]
-    engine = open_engine(run.engine, target.path, run.target.trust_remote_code)
-    result = evaluation.measure_acceptance(snakemake.input.export, target, engine, prompts, run.acceptance)
-    print(evaluation.describe(result))
-    write_json(snakemake.output.acceptance, result)
+    # Measured once: a sample linked again runs this job again, and changes no byte of the draft.
+    draft = [file_sha256(Path(snakemake.input.export) / name) for name in ("model.safetensors", "config.json")]
+    params = snakemake.params
+    identity = digest([draft, target.fingerprint, prompts, params.engine, params.acceptance, params.code], 32)
+    kept = plan.STORE / "acceptance" / f"{identity}.json"
+    if not kept.exists():
+        engine = open_engine(run.engine, target.path, run.target.trust_remote_code)
+        result = evaluation.measure_acceptance(snakemake.input.export, target, engine, prompts, run.acceptance)
+        print(evaluation.describe(result))
+        write_json(kept, result)
+    link(kept, Path(snakemake.output.acceptance))

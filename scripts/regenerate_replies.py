@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from eagle3lib import gpus, plan, regeneration, samples
+from eagle3lib import gpus, ledger, plan, regeneration, samples
 from eagle3lib.engines import open_engine
 from eagle3lib.job import job_log
 from eagle3lib.targets import TargetInfo
@@ -20,16 +20,19 @@ with job_log(snakemake.log[0]):
     part, parts = int(snakemake.wildcards.part), run.regenerate.parts
     conversations = samples.read(snakemake.input.conversations, run.dataset.max_conversations)
     budget = run.dataset.token_budget
-    counts = regeneration.regenerate(
-        itertools.islice(conversations, part, None, parts),
-        AutoTokenizer.from_pretrained(target.path, trust_remote_code=run.target.trust_remote_code),
-        partial(open_engine, run.engine, target.path, run.target.trust_remote_code),
-        run.dataset,
-        run.regenerate,
-        [target.fingerprint, snakemake.params.engine, snakemake.params.compute_dtype],
-        budget and -(-budget // parts),
-        plan.STORE / "replies",
-        Path(snakemake.output.replies),
-        f"{run.target.name}.{run.dataset.name}.{part:03d}",
-    )
+    name, shaping = plan.dataset_name(run), snakemake.params.shaping
+    with ledger.Work(plan.STORE, "replies", name, shaping) as work:
+        counts = regeneration.regenerate(
+            itertools.islice(conversations, part, None, parts),
+            AutoTokenizer.from_pretrained(target.path, trust_remote_code=run.target.trust_remote_code),
+            partial(open_engine, run.engine, target.path, run.target.trust_remote_code),
+            run.dataset,
+            run.regenerate,
+            [target.fingerprint, shaping["engine"], shaping["compute_dtype"]],
+            budget and -(-budget // parts),
+            plan.STORE / "replies",
+            Path(snakemake.output.replies),
+            f"{run.target.name}.{run.dataset.name}.{part:03d}",
+            work.count,
+        )
     print(counts)

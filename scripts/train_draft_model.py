@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from eagle3lib import drafts, gpus, plan
+from eagle3lib import drafts, gpus, plan, shards
 from eagle3lib.job import job_log
 from eagle3lib.targets import TargetInfo
 
@@ -15,14 +15,21 @@ with job_log(snakemake.log[0]):
     # The record of release_gpus may be of another day.
     gpus.release(run.training.gpus, run.gpus)
     torch.set_num_threads(snakemake.threads)
+    table = pd.read_parquet(snakemake.input.table)
+    shaping = snakemake.params.shaping
     job = drafts.make_job(
-        pd.read_parquet(snakemake.input.table),
+        table,
         Path(snakemake.input.table).parent / "hidden_states",
         plan.STORE,
         snakemake.input.mapping,
-        {name: snakemake.params[name] for name in ("key", "draft", "training", "code")},
+        shaping,
         target=TargetInfo.read(snakemake.input.target),
         draft=run.draft,
         training=run.training,
     )
-    drafts.train_once(job, [Path(path) for path in snakemake.output])
+    drafts.train_once(
+        job,
+        [Path(path) for path in snakemake.output],
+        plan.draft_name(run, shaping["key"]),
+        {**shaping, "dataset": shards.dataset_digest(table)},
+    )

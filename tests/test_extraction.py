@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +12,7 @@ import torch
 from tiny import make_target
 from transformers import AutoModelForCausalLM
 
-from eagle3lib import extraction, hidden_states, targets
+from eagle3lib import extraction, hidden_states, ledger, targets
 from eagle3lib.config import EngineConfig, StorageConfig
 from eagle3lib.engines import open_engine
 from eagle3lib.errors import UserError
@@ -64,7 +65,7 @@ def run(shard, target, engine=None, storage=ROOMY):
     engine = engine or Counting(target)
     store = Store(root / "store", KEY)
     info = targets.load_info(target)
-    counts = extraction.extract_shard(shard, outputs, manifest, store, engine, "code", info, storage)
+    counts = extraction.extract_shard(shard, outputs, manifest, store, engine, "code", info, storage, "t/d")
     return outputs, manifest, engine, counts
 
 
@@ -212,11 +213,41 @@ def test_index_refuses_a_manifest_of_other_samples(tmp_path, change):
         extraction.index(manifests(tmp_path, change), table())
 
 
-def test_storage_limit_is_held_against_all_bytes(tmp_path):
-    samples = pd.DataFrame({"sample_id": ["ab", "cd"], "n_tokens": [1000, 1000]})
-    forecast, disk = extraction.storage_plan(
-        samples, tmp_path, KEY, 576, StorageConfig(limit_bytes=10**6, reserve_bytes=0)
+def test_one_sample_without_usable_states_costs_no_other(shard, target, monkeypatch):
+    pack = hidden_states.pack_sample
+
+    def fails_for_seven(key, ids, *rest):
+        if len(ids) == 7:
+            raise ValueError("layer 2 holds values that are not finite")
+        return pack(key, ids, *rest)
+
+    monkeypatch.setattr(hidden_states, "pack_sample", fails_for_seven)
+    with pytest.raises(UserError, match=r"1 samples have no usable states; the others are kept\. .*layer 2"):
+        run(shard, target)
+    monkeypatch.undo()
+    assert run(shard, target)[3] == {"found": 3, "computed": 1}
+
+
+def test_work_is_put_down_with_its_tokens(shard, target):
+    run(shard, target)
+    (entry,) = ledger.read(shard.parent / "store")
+    assert (entry.kind, entry.name, entry.samples, entry.tokens) == ("states", "t/d", 4, 79)
+    assert entry.shaping == KEY.values() and entry.end >= entry.start
+    run(shard, target)
+    assert len(ledger.read(shard.parent / "store")) == 1, "what was only linked is no work"
+
+
+def test_plan_counts_what_is_there_and_what_is_to_come(shard, target):
+    run(shard, target)
+    rows = [json.loads(line) for line in shard.read_text().splitlines()]
+    samples = pd.DataFrame(
+        {"sample_id": [r["sample_id"] for r in rows], "n_tokens": [len(r["input_ids"]) for r in rows]}
     )
-    assert forecast["bytes_all"] == disk["bytes_to_come"] > 2 * 1000 * 4 * 576 * 2
-    with pytest.raises(UserError, match=r"storage.limit_bytes allows 1,000,000"):
-        extraction.check_storage(forecast | disk)
+    store = Store(shard.parent / "store", KEY)
+    forecast, now = extraction.storage_plan(samples, store, 32, ROOMY)
+    written = sum(record["bytes"] for record in store.records())
+    assert forecast["bytes_all"] == pytest.approx(written, rel=0.1)  # such small files; see test_store.py
+    assert (now["bytes_to_come"], now["samples_to_come"], now["bytes_stored"]) == (0, 0, written)
+    other = Store(store.root, replace(KEY, aux_layer_ids=(1, 2, 3)))
+    _, now = extraction.storage_plan(samples, other, 32, ROOMY)
+    assert (now["bytes_to_come"], now["bytes_other_keys"]) == (forecast["bytes_all"], written)

@@ -1,7 +1,10 @@
 """The store: what is published is whole, what is found is checked, what is bad is set aside."""
 
+import errno
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +27,9 @@ def content(ids=IDS, key=KEY, states=None):
 
 @pytest.fixture
 def store(tmp_path):
-    return Store(tmp_path, KEY)
+    store = Store(tmp_path / "store", KEY)
+    store.prepare()
+    return store
 
 
 def reopened(store):
@@ -82,6 +87,7 @@ def test_damaged_file_is_quarantined_with_its_reason(store, tmp_path, damage):
         path.write_bytes(store.path(other["sample_id"]).read_bytes())
     elif damage == "other_key":
         other = Store(tmp_path / "b", StateKey("fingerprint", (2, 4, 6), "transformers", "float32", "bf16"))
+        other.prepare()
         found = other.publish(content(key=other.key))
         path.write_bytes(other.path(found["sample_id"]).read_bytes())
     else:
@@ -89,7 +95,7 @@ def test_damaged_file_is_quarantined_with_its_reason(store, tmp_path, damage):
     fresh = reopened(store)
     assert fresh.find(record["sample_id"]) is None
     assert not path.exists()
-    folder = tmp_path / "quarantine" / KEY.short
+    folder = tmp_path / "store/quarantine" / KEY.short
     assert (folder / path.name).exists()
     reason = json.loads((folder / "reasons.jsonl").read_text())
     assert reason["file"] == path.name and reason["reason"]
@@ -102,9 +108,10 @@ def test_file_without_its_manifest_line_is_hashed_again_not_made_again(store):
     path = store.path(record["sample_id"])
     inode = path.stat().st_ino
     (path.parent / "manifest.jsonl").unlink()
-    assert reopened(store).find(record["sample_id"]) == record
+    found = reopened(store).find(record["sample_id"])
+    assert {**found, "written": 0} == {**record, "written": 0}
     assert path.stat().st_ino == inode
-    assert reopened(store).record(record["sample_id"]) == record
+    assert reopened(store).record(record["sample_id"]) == found
 
 
 def test_torn_manifest_line_is_passed_over(store):
@@ -122,6 +129,75 @@ def test_failed_write_leaves_nothing(store, monkeypatch):
     with pytest.raises(OSError):
         store.publish(content())
     assert not list(store.folder.rglob("*.pt")) and not list(store.folder.rglob("*.part"))
+
+
+def test_first_error_is_told_when_the_volume_is_read_only_by_then(store, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr(Path, "unlink", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.publish(content())
+
+
+def test_vanished_volume_is_not_replaced_by_a_folder(store):
+    record = store.publish(content())
+    shutil.rmtree(store.root)
+    with pytest.raises(UserError, match="gone while it was in use"):
+        reopened(store).publish(content())
+    assert not store.root.exists() and record
+
+
+def test_torn_line_of_a_full_disk_spoils_no_later_one(store):
+    record = store.publish(content())
+    manifest = store.path(record["sample_id"]).parent / "manifest.jsonl"
+    manifest.write_bytes(manifest.read_bytes() + b'{"sample_id": "ab')
+    again = reopened(store).publish(content())
+    assert reopened(store).record(record["sample_id"]) == again
+
+
+def test_flipped_bits_are_found_by_the_full_check_and_not_loaded(store):
+    record = store.publish(content())
+    path = store.path(record["sample_id"])
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    assert store.find(record["sample_id"], full=True) is None
+    assert "sha256" in (store.root / "quarantine" / KEY.short / "reasons.jsonl").read_text()
+
+
+def test_quarantine_unlinks_the_names_in_all_datasets(store):
+    record = store.publish(content())
+    names = [store.root.parent / f"t/{d}/{KEY.short}/hidden_states/00000/0000.pt" for d in "ab"]
+    for name in names:
+        link(store.path(record["sample_id"]), name)
+    os.truncate(names[0], 10)
+    assert store.find(record["sample_id"]) is None
+    assert not any(name.exists() for name in names)
+
+
+@pytest.mark.parametrize("fault", ["ids", "rows", "layers", "nan"])
+def test_file_that_nobody_vouches_for_is_read_as_a_whole(store, fault):
+    """Well-formed, of the right key, but wrong inside; its manifest line is lost."""
+    made = content()
+    if fault == "ids":
+        made["input_ids"][2] = 77
+    elif fault == "rows":
+        made["hidden_states"][1] = made["hidden_states"][1][:4]
+    elif fault == "layers":
+        made["hidden_states"].pop()
+    else:
+        made["hidden_states"][0][0, 0] = float("nan")
+    record = store.publish(made)
+    (store.path(record["sample_id"]).parent / "manifest.jsonl").unlink()
+    assert reopened(store).find(record["sample_id"]) is None
+
+
+def test_records_are_those_of_present_files(store):
+    records = [store.publish(content(ids=[1, 2, 3, 4, n])) for n in range(6, 12)]
+    store.path(records[0]["sample_id"]).unlink()
+    assert list(reopened(store).records()) == sorted(records[1:], key=lambda r: r["sample_id"])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -7,14 +7,19 @@ from collections import Counter
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tiny import make_target, write_conversations
-from workflow import ROOT, Workspace, job_counts
+from workflow import ROOT, Workspace, job_counts, tiny_run
 
 N, K = 7, 4  # one full shard, tail_2, tail_1
 EXTRACT = ["extract_hidden_states", "extract_tail_2", "extract_tail_1"]
 AFTER_TRAINING = {"export_draft_model": 1, "measure_acceptance": 1, "plot_results": 1, "summarize": 1}
 TRAINING = {"train_draft_model": 1, **AFTER_TRAINING}
-ALL_EXTRACTION = {"plan_storage": 1, "extract_hidden_states": 1, "extract_tail_2": 1, "extract_tail_1": 1}
+ALL_EXTRACTION = {
+    "plan_storage": 1,
+    "adopt_hidden_states": 1,
+    "extract_hidden_states": 1,
+    "extract_tail_2": 1,
+    "extract_tail_1": 1,
+}
 # A new key is a new folder: everything below it is made there.
 NEW_KEY = {**ALL_EXTRACTION, "index_hidden_states": 1, "release_gpus": 1, "build_vocab_mapping": 1, **TRAINING}
 
@@ -22,36 +27,7 @@ NEW_KEY = {**ALL_EXTRACTION, "index_hidden_states": 1, "release_gpus": 1, "build
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A whole run, made once; each test changes a copy."""
-    folder = tmp_path_factory.mktemp("workspace") / "first"
-    inputs = folder / "inputs"
-    inputs.mkdir(parents=True)
-    make_target(inputs / "target")
-    write_conversations(inputs / "talk.jsonl", N)
-    write_conversations(inputs / "prompts.jsonl", 3)
-    workspace = Workspace(
-        folder,
-        {
-            "target": {"name": "tiny", "model": "../inputs/target"},
-            "dataset": {
-                "name": "talk",
-                "conversations": ["../inputs/talk.jsonl"],
-                "max_tokens": 128,
-                "shard_size": K,
-                "validation_fraction": 0.2,
-            },
-            "regenerate": {"enabled": False},
-            "storage": {"reserve_bytes": 0},
-            "draft": {"draft_vocab_size": 64},
-            "training": {"ttt_steps": 2, "epochs": 1, "batch_tokens": 256},
-            "acceptance": {
-                "prompts": ["../inputs/prompts.jsonl"],
-                "max_new_tokens": 8,
-                "draft_steps": 2,
-            },
-        },
-    )
-    workspace.snakemake()
-    return workspace
+    return tiny_run(tmp_path_factory.mktemp("workspace") / "first", N, K)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import yaml
+from tiny import make_target, write_conversations
 
 ROOT = Path(__file__).parent.parent
 
@@ -79,6 +80,18 @@ class Workspace:
         done = self.snakemake("--dry-run", *arguments)
         return job_counts(done.stdout + done.stderr)
 
+    def ask(self, *arguments: str) -> subprocess.CompletedProcess:
+        """`python -m eagle3lib COMMAND …` in the folder of the results."""
+        command = [sys.executable, "-m", "eagle3lib", *arguments]
+        if arguments[0] in ("missing", "why", "gc"):
+            command += ["--configfile", str(self.folder / "config.yaml")]
+        if arguments[0] == "why":
+            profile = self.code / "profiles/default"
+            command += ["--options", f"--snakefile {self.code / 'Snakefile'} --workflow-profile {profile}"]
+        return subprocess.run(
+            command, cwd=self.run_folder, env=self.environment, capture_output=True, text=True, check=False
+        )
+
     def computed(self) -> int:
         """Samples that the extraction jobs (their last logs) computed, not found."""
         logs = (self.run_folder / "logs/extract_hidden_states").rglob("*.log")
@@ -93,6 +106,39 @@ class Workspace:
 
     def result(self, pattern: str) -> Path:
         return next(self.run_folder.glob(f"results/{pattern}"))
+
+
+def tiny_run(folder: Path, samples: int, shard_size: int) -> Workspace:
+    """A finished run on a random target: all rules, in half a minute."""
+    inputs = folder / "inputs"
+    inputs.mkdir(parents=True)
+    make_target(inputs / "target")
+    write_conversations(inputs / "talk.jsonl", samples)
+    write_conversations(inputs / "prompts.jsonl", 3)
+    workspace = Workspace(
+        folder,
+        {
+            "target": {"name": "tiny", "model": "../inputs/target"},
+            "dataset": {
+                "name": "talk",
+                "conversations": ["../inputs/talk.jsonl"],
+                "max_tokens": 128,
+                "shard_size": shard_size,
+                "validation_fraction": 0.2,
+            },
+            "regenerate": {"enabled": False},
+            "storage": {"reserve_bytes": 0},
+            "draft": {"draft_vocab_size": 64},
+            "training": {"ttt_steps": 2, "epochs": 1, "batch_tokens": 256},
+            "acceptance": {
+                "prompts": ["../inputs/prompts.jsonl"],
+                "max_new_tokens": 8,
+                "draft_steps": 2,
+            },
+        },
+    )
+    workspace.snakemake()
+    return workspace
 
 
 def job_counts(text: str) -> Counter:

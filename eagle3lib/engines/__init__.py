@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,18 @@ class Engine(Protocol):
     def probe(self, aux_layer_ids: Sequence[int]) -> dict[str, Any]:
         """Prove that the states are those asked for; a record of what was checked. UserError names what differs."""
         ...
+
+
+def installed_version(name: str) -> str:
+    """Version of an engine and of what it computes with, without importing either; "not installed" is one too."""
+    return " ".join(f"{package} {_version(package)}" for package in (name, "torch"))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def open_engine(engine: EngineConfig, target_folder: str | Path, trust_remote_code: bool = False) -> Engine:
