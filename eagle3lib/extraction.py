@@ -23,7 +23,7 @@ from eagle3lib.job import Progress, file_lock, write_json
 from eagle3lib.ledger import Work
 from eagle3lib.lineage import digest
 from eagle3lib.shards import Sample, read_shard
-from eagle3lib.store import Store, link, open_stores
+from eagle3lib.store import Store, link
 from eagle3lib.targets import TargetInfo
 
 # Tokens handed to the engine at once: it packs them into passes, so more is denser; this is also
@@ -198,23 +198,3 @@ def data_config(table: Any, key: StateKey, target: TargetInfo) -> dict[str, Any]
         "bytes": int(table["bytes"].sum()),
         "split": {name: int(count) for name, count in table["split"].value_counts().sort_index().items()},
     }
-
-
-def storage_plan(
-    samples: Any, store: Store, hidden_size: int, storage: StorageConfig
-) -> tuple[dict[str, int], dict[str, int]]:
-    """The forecast from the lengths alone (`samples`: sample_id, n_tokens), and what store and disk hold now."""
-    n_aux = len(store.key.aux_layer_ids)
-    store.prepare()
-    present = [store.path(s).exists() for s in samples["sample_id"]]
-    sizes = [hidden_states.sample_bytes(n, hidden_size, n_aux, store.key.storage_format) for n in samples["n_tokens"]]
-    forecast = {"samples": len(sizes), "tokens": int(samples["n_tokens"].sum()), "bytes_all": sum(sizes)}
-    stored = {one.key.short: sum(r["bytes"] for r in one.records()) for one in open_stores(store.root)}
-    now = {
-        "samples_to_come": present.count(False),
-        "bytes_to_come": sum(size for size, there in zip(sizes, present, strict=True) if not there),
-        "bytes_stored": sum(stored.values()),
-        "bytes_other_keys": sum(stored.values()) - stored[store.key.short],
-        "bytes_free": Disk(store.folder, storage).free(),
-    }
-    return forecast, now

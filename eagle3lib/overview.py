@@ -12,10 +12,12 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from eagle3lib import hidden_states, ledger, shards
 from eagle3lib import plan as planning
-from eagle3lib.disk import size
+from eagle3lib.config import StorageConfig
+from eagle3lib.disk import Disk, check_plan, size
 from eagle3lib.ledger import Redo
 from eagle3lib.plan import STORE, Plan, Run
 from eagle3lib.store import Store, open_stores
@@ -110,6 +112,47 @@ def _hours(tokens: int) -> str:
     return f"{tokens / rate / 3600:.1f} h at the measured {rate:,.0f} tokens/s" if rate else "no rate measured yet"
 
 
+# --- room ---------------------------------------------------------------------------------------------
+
+
+def storage_plan(
+    samples: Any, store: Store, hidden_size: int, storage: StorageConfig
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The forecast from the lengths alone (`samples`: sample_id, n_tokens), and what store and disk hold now."""
+    n_aux = len(store.key.aux_layer_ids)
+    store.prepare()
+    present = [store.path(s).exists() for s in samples["sample_id"]]
+    sizes = [hidden_states.sample_bytes(n, hidden_size, n_aux, store.key.storage_format) for n in samples["n_tokens"]]
+    forecast = {"samples": len(sizes), "tokens": int(samples["n_tokens"].sum()), "bytes_all": sum(sizes)}
+    stored = {one.key.short: sum(r["bytes"] for r in one.records()) for one in open_stores(store.root)}
+    now = {
+        "samples_to_come": present.count(False),
+        "bytes_to_come": sum(size for size, there in zip(sizes, present, strict=True) if not there),
+        "bytes_stored": sum(stored.values()),
+        "bytes_other_keys": sum(stored.values()) - stored[store.key.short],
+        "bytes_free": Disk(store.folder, storage).free(),
+    }
+    return forecast, now
+
+
+def check_room(plan: Plan) -> None:
+    """Refuse a run whose missing states do not fit, each time one starts: others may have filled the disk since."""
+    import pandas as pd
+
+    for run in plan.runs:
+        folder = planning.RESULTS / run.cfg.target.name
+        try:
+            samples = pd.read_parquet(
+                folder / run.cfg.dataset.name / "samples.parquet", columns=["sample_id", "n_tokens"]
+            )
+            hidden_size = planning.hidden_size(planning.RESULTS / "targets" / run.cfg.target.name / "target.json")
+        except (OSError, ValueError, KeyError):
+            continue  # not there yet: `plan_storage` comes before the first byte
+        _, now = storage_plan(samples, Store(STORE, run.key), hidden_size, run.cfg.storage)
+        if now["bytes_to_come"]:
+            check_plan(now, run.cfg.storage)
+
+
 # --- made again ---------------------------------------------------------------------------------------
 
 
@@ -179,7 +222,8 @@ def garbage(plan: Plan, named: Iterable[str] = ()) -> list[Garbage]:
         if store.key.short not in current:
             records = list(store.records())
             about = f"{len(records):,} samples; " + ", ".join(f"{k} {v}" for k, v in store.key.values().items())
-            folders = [*sorted(planning.RESULTS.glob(f"*/*/{store.key.short}")), store.folder]
+            links = planning.RESULTS.glob(f"*/*/{store.key.short}")
+            folders = [*(path for path in sorted(links) if path != store.folder), store.folder]
             found.append(Garbage(store.key.short, about, sum(r["bytes"] for r in records), folders))
     drafts = [_draft_made_from(run) for run in plan.runs]
     for folder in sorted(STORE.glob("drafts/*")):

@@ -81,10 +81,15 @@ def before_any_job():
     if not workflow.dryrun:
         verification.after_unclean_end(planning.STORE)
     again = overview.redo(plan)
-    if again and not workflow.dryrun:
-        raise WorkflowError(*again)
     if workflow.dryrun:
         print(*again, overview.missing(plan), sep="\n", file=sys.stderr)
+        return
+    if again:
+        raise WorkflowError(*again)
+    try:
+        overview.check_room(plan)
+    except UserError as error:
+        raise WorkflowError(str(error)) from None
 
 
 def shards_of(target, dataset, **_):

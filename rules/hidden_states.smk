@@ -51,6 +51,7 @@ for rule_name, slots, shard_regex in planning.shard_kinds(plan.shard_size):
             rule_name
         input:
             target=f"{TARGET}/target.json",
+            plan=f"{STATES}/storage_plan.json",
             made_by=f"{STATES}/made_by.json",
             # A touched shard is the same shard: its sha256 is a param. (Never `ancient` for what a rule makes:
             # Snakemake 9.27.1 then overlooks that this job must run when that rule runs.)

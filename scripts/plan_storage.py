@@ -4,7 +4,7 @@ import sys
 
 import pandas as pd
 
-from eagle3lib import disk, extraction, plan
+from eagle3lib import disk, overview, plan
 from eagle3lib.hidden_states import StateKey
 from eagle3lib.job import job_log, write_json
 from eagle3lib.store import Store
@@ -15,7 +15,7 @@ with job_log(snakemake.log[0]):
     samples = pd.read_parquet(snakemake.input.samples, columns=["sample_id", "n_tokens"])
     store = Store(plan.STORE, StateKey.of(snakemake.params.key))
     hidden_size = TargetInfo.read(snakemake.input.target).hidden_size
-    forecast, now = extraction.storage_plan(samples, store, hidden_size, run.storage)
+    forecast, now = overview.storage_plan(samples, store, hidden_size, run.storage)
     table = disk.table(forecast | now, run.storage)
     print(table)
     print(table, file=sys.__stderr__)

@@ -12,7 +12,7 @@ import torch
 from tiny import make_target
 from transformers import AutoModelForCausalLM
 
-from eagle3lib import extraction, hidden_states, ledger, targets
+from eagle3lib import extraction, hidden_states, ledger, overview, targets
 from eagle3lib.config import EngineConfig, StorageConfig
 from eagle3lib.engines import open_engine
 from eagle3lib.errors import UserError
@@ -244,10 +244,10 @@ def test_plan_counts_what_is_there_and_what_is_to_come(shard, target):
         {"sample_id": [r["sample_id"] for r in rows], "n_tokens": [len(r["input_ids"]) for r in rows]}
     )
     store = Store(shard.parent / "store", KEY)
-    forecast, now = extraction.storage_plan(samples, store, 32, ROOMY)
+    forecast, now = overview.storage_plan(samples, store, 32, ROOMY)
     written = sum(record["bytes"] for record in store.records())
     assert forecast["bytes_all"] == pytest.approx(written, rel=0.1)  # such small files; see test_store.py
     assert (now["bytes_to_come"], now["samples_to_come"], now["bytes_stored"]) == (0, 0, written)
     other = Store(store.root, replace(KEY, aux_layer_ids=(1, 2, 3)))
-    _, now = extraction.storage_plan(samples, other, 32, ROOMY)
+    _, now = overview.storage_plan(samples, other, 32, ROOMY)
     assert (now["bytes_to_come"], now["bytes_other_keys"]) == (forecast["bytes_all"], written)
