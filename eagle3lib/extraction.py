@@ -158,10 +158,9 @@ def index(manifests: dict[str, Path], samples: Any) -> tuple[dict[str, int], Any
     for shard, path in manifests.items():
         for row in json.loads(path.read_text())["samples"]:
             rows[shard, row["slot"]] = row
+    columns = ("shard", "slot", "sample_id", "n_tokens")
     paths, sizes, hashes = [], [], []
-    for shard, slot, sample, n in zip(
-        samples["shard"], samples["slot"], samples["sample_id"], samples["n_tokens"], strict=True
-    ):
+    for shard, slot, sample, n in zip(*(samples[name].tolist() for name in columns), strict=True):
         row = rows.get((shard, slot))
         if row is None or row["sample_id"] != sample or row["n_tokens"] != n:
             raise UserError(

