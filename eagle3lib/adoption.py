@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import load_sample, pack_sample
+from eagle3lib.hidden_states import load_sample, pack_sample, unpack
 from eagle3lib.job import file_lock, write_json
 from eagle3lib.store import Store
 
@@ -61,13 +61,11 @@ def _compare(store: Store, drawn: list[str], engine: Any) -> float:
     for sample in drawn:
         stored = load_sample(store.path(sample))
         ids = stored["input_ids"].tolist()
+        rows = stored["last_rows"].tolist() if "last_rows" in stored else []
         (states,) = engine.extract([ids], list(store.key.aux_layer_ids))
-        new = pack_sample(store.key, ids, [], [*states.aux, states.last], engine.version, "")
+        new = pack_sample(store.key, ids, [], [*states.aux, states.last], engine.version, "", rows)
         names = [*map(str, store.key.aux_layer_ids), "last"]
-        here = [
-            (distance(a, b), sample, layer)
-            for layer, a, b in zip(names, new["hidden_states"], stored["hidden_states"], strict=True)
-        ]
+        here = [(distance(a, b), sample, layer) for layer, a, b in zip(names, unpack(new), unpack(stored), strict=True)]
         largest = max(largest, *here)
         differing += max(here)[0] > limit
     if differing:

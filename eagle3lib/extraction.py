@@ -18,7 +18,7 @@ from eagle3lib import hidden_states
 from eagle3lib.config import StorageConfig
 from eagle3lib.disk import Disk
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import StateKey
+from eagle3lib.hidden_states import StateKey, load_sample
 from eagle3lib.job import Progress, file_lock, write_json
 from eagle3lib.ledger import Work
 from eagle3lib.lineage import digest
@@ -49,7 +49,7 @@ def extract_shard(
 
     `open_engine` is called only when something must be computed. The manifest lists, by slot,
     sample_id, n_tokens, bytes and sha256: the same whatever was computed anew. `name` (target/dataset) is who
-    the work is put down to. Returns the counts {"found", "computed"}.
+    the work is put down to. Returns the counts {"found", "converted", "computed"}.
     """
     samples = read_shard(shard_file)
     if len(samples) != len(outputs):
@@ -59,16 +59,20 @@ def extract_shard(
         )
     store.prepare()
     with file_lock(store.folder / "locks" / f"{digest([s.sample_id for s in samples])}.lock"):
-        records: Records = {s.sample_id: store.find(s.sample_id) for s in samples}
-        missing = [s for s in samples if records[s.sample_id] is None]
-        print(f"{shard_file.name}: {len(samples) - len(missing)} of {len(samples)} found in {store.folder}")
+        records: Records = {s.sample_id: _find(s, store) for s in samples}
+        absent = [s for s in samples if records[s.sample_id] is None]
+        found = len(samples) - len(absent)
+        print(f"{shard_file.name}: {found} of {len(samples)} found in {store.folder}")
+        store.remove_parts([s.sample_id for s in absent])
+        guard = Guard(store, target.hidden_size, storage)
+        records |= _convert(absent, store, guard)
+        missing = [s for s in absent if records[s.sample_id] is None]
         if missing:
-            store.remove_parts([s.sample_id for s in missing])
             engine = open_engine()
             _probe_once(engine, store)
-            guard = Guard(store, target.hidden_size, storage)
             with Work(store.root, "states", name, store.key.values()) as work:
                 records |= _compute(missing, store, engine, code, guard, work)
+        if absent:
             store.mark_synced()
         for sample, output in zip(samples, outputs, strict=True):
             link(store.path(sample.sample_id), output)
@@ -77,7 +81,7 @@ def extract_shard(
         for slot, s in enumerate(samples)
     ]
     write_json(manifest_file, {"key": store.key.short, "samples": rows})
-    return {"found": len(samples) - len(missing), "computed": len(missing)}
+    return {"found": found, "converted": len(absent) - len(missing), "computed": len(missing)}
 
 
 class Guard:
@@ -86,14 +90,43 @@ class Guard:
     def __init__(self, store: Store, hidden_size: int, storage: StorageConfig):
         self.store, self.hidden_size, self.disk = store, hidden_size, Disk(store.folder, storage)
 
-    def before(self, batch: list[Sample]) -> None:
-        n_aux, form = len(self.store.key.aux_layer_ids), self.store.key.storage_format
-        self.disk.check_room(
-            sum(hidden_states.sample_bytes(len(s.input_ids), self.hidden_size, n_aux, form) for s in batch)
-        )
+    def before(self, batch: Sequence[Sample]) -> None:
+        key = self.store.key
+        coming = 0
+        for sample in batch:
+            kept = hidden_states.n_supervising(sample.reply_bounds)
+            form, tokens = key.storage_format, len(sample.input_ids)
+            coming += hidden_states.sample_bytes(tokens, self.hidden_size, len(key.aux_layer_ids), form, kept)
+        self.disk.check_room(coming)
 
     def after_each(self) -> None:
         self.disk.check_fsync(self.store.fsync_seconds)
+
+
+def _find(sample: Sample, store: Store) -> dict[str, Any] | None:
+    """The store's record of a sample that has all that its mask asks for."""
+    record = store.find(sample.sample_id)
+    if record and (rows := store.lacks_rows(sample.sample_id, sample.reply_bounds)):
+        print(f"{sample.sample_id}: {len(rows)} rows of its last state are missing under a wider mask; made anew")
+        return None
+    return record
+
+
+def _convert(absent: list[Sample], store: Store, guard: Guard) -> Records:
+    """Samples whose states the store holds in a format that ours can be made from: no target is needed."""
+    records: Records = {}
+    for source in store.convertible_from() if absent else []:
+        for sample in absent:
+            if sample.sample_id in records or not source.find(sample.sample_id, full=True):
+                continue
+            stored = load_sample(source.path(sample.sample_id))
+            if hidden_states.missing_rows(stored, sample.reply_bounds):
+                continue
+            guard.before([sample])
+            meta, states = stored["meta"], hidden_states.unpack(stored)
+            records[sample.sample_id] = _publish(sample, states, store, meta["engine_version"], meta["code"])
+            guard.after_each()
+    return records
 
 
 def _compute(missing: list[Sample], store: Store, engine: Any, code: str, guard: Guard, work: Work) -> Records:
@@ -131,8 +164,11 @@ def _batches(missing: list[Sample]) -> Iterator[list[Sample]]:
 
 
 def _publish(sample: Sample, states: list[torch.Tensor], store: Store, version: str, code: str) -> dict[str, Any]:
-    content = hidden_states.pack_sample(store.key, sample.input_ids, sample.reply_bounds, states, version, code)
-    return store.publish(content)
+    """Write one sample; of one that was trimmed for another mask the rows of both are kept."""
+    path = store.path(sample.sample_id)
+    rows = load_sample(path).get("last_rows", torch.empty(0)).tolist() if path.exists() else []
+    ids, bounds = sample.input_ids, sample.reply_bounds
+    return store.publish(hidden_states.pack_sample(store.key, ids, bounds, states, version, code, rows))
 
 
 def _probe_once(engine: Any, store: Store) -> None:

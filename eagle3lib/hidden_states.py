@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT_VERSION = 1
-BYTES_PER_VALUE = {"bf16": 2}
+# Name -> bytes of a value. `-trimmed`: the last state is kept in rows that supervise something, which loses nothing
+# for this mask and any narrower one.
+FORMATS = {"bf16": 2, "fp8": 1, "bf16-trimmed": 2, "fp8-trimmed": 1}
+FP8_MAX = 448.0  # of float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,42 @@ def sample_id(input_ids: Sequence[int]) -> str:
     return hashlib.sha256(b"".join(int(i).to_bytes(8, "little", signed=True) for i in input_ids)).hexdigest()
 
 
-def sample_bytes(n_tokens: int, hidden_size: int, n_aux: int, storage_format: str = "bf16") -> int:
-    """Bytes of a stored sample, within 1 %: the states, ids and mask, and the zip's own overhead."""
-    values = n_tokens * hidden_size * (n_aux + 1) * BYTES_PER_VALUE[storage_format]
-    return values + n_tokens * 16 + 3072 + 256 * n_aux
+def sample_bytes(
+    n_tokens: int, hidden_size: int, n_aux: int, storage_format: str = "bf16", n_last: int | None = None
+) -> int:
+    """Bytes of a stored sample, within 1 %: states, scales, ids and mask, and the zip's own overhead.
+
+    n_last: rows of the last state that a trimmed format keeps (`supervising_rows`); None: all.
+    """
+    size, trimmed = FORMATS[storage_format], storage_format.endswith("-trimmed")
+    kept = n_last if trimmed and n_last is not None else n_tokens
+    values = (n_tokens * n_aux + kept) * hidden_size * size
+    scales = n_tokens * 4 * (n_aux + 1) if size == 1 else 0
+    return values + scales + n_tokens * 16 + trimmed * kept * 8 + 3072 + 256 * n_aux
+
+
+def convertible(source: str, destination: str) -> bool:
+    """Can states of one storage format be turned into the other without the target? (Rows may still be missing.)"""
+    return (
+        source != destination
+        and FORMATS[source] >= FORMATS[destination]
+        and (FORMATS[source] == 2 or FORMATS[destination] == 1)
+        and (not source.endswith("-trimmed") or destination.endswith("-trimmed"))
+    )
+
+
+def supervising_rows(reply_bounds: Sequence[int]) -> list[int]:
+    """Rows t of the last state that training can read, at any number of draft steps: x_t and x_{t+1} in one reply.
+
+    Row t is compared with what a draft predicts for x_{t+1}; the first token that a draft predicts in a reply
+    [a, e) is x_{a+1}, the last x_{e-1} (training_time_test.py).
+    """
+    return [row for start, end in pairs(reply_bounds) for row in range(start, end - 1)]
+
+
+def n_supervising(reply_bounds: Sequence[int]) -> int:
+    """How many rows `supervising_rows` has."""
+    return sum(max(0, int(end) - int(start) - 1) for start, end in pairs(reply_bounds))
 
 
 def pack_sample(
@@ -65,10 +100,12 @@ def pack_sample(
     states: Sequence[torch.Tensor],
     engine_version: str,
     code: str,
+    more_rows: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """The content of a sample file (design.md section 4).
+    """The content of a sample file (docs/formats.md).
 
-    `states` are L+1 tensors [T, H]: the aux layers ascending, then the last one, post-norm.
+    `states` are L+1 tensors [T, H]: the aux layers ascending, then the last one, post-norm. A trimmed format keeps
+    of the last one the rows that `reply_bounds` asks for, and `more_rows`.
     Raises ValueError for non-finite states or a wrong number of rows.
     """
     import torch
@@ -82,25 +119,71 @@ def pack_sample(
     mask = torch.zeros(n, dtype=torch.int64)
     for start, end in pairs(reply_bounds):
         mask[start:end] = 1
-    return {
+    content: dict[str, Any] = {
         "input_ids": torch.tensor(input_ids, dtype=torch.int64),
         "loss_mask": mask,
         "reply_starts": torch.tensor(list(reply_bounds[::2]), dtype=torch.int64),
-        # clone: a view of a batch would drag the whole batch's storage into the file
-        "hidden_states": [state.to(torch.bfloat16).contiguous().clone() for state in states],
-        "meta": {
-            "sample_id": sample_id(input_ids),
-            "target_fingerprint": key.target_fingerprint,
-            "engine": key.engine,
-            "engine_version": engine_version,
-            "compute_dtype": key.compute_dtype,
-            "aux_layer_ids": list(key.aux_layer_ids),
-            "last_is_post_norm": True,
-            "storage_format": key.storage_format,
-            "format_version": key.format_version,
-            "code": code,
-        },
     }
+    if FORMATS[key.storage_format] == 1:
+        quantised = [to_fp8(state) for state in states]
+        stored = [values for values, _ in quantised]
+        content["scales"] = torch.stack([scales for _, scales in quantised])
+    else:
+        # clone: a view of a batch would drag the whole batch's storage into the file
+        stored = [state.to(torch.bfloat16).contiguous().clone() for state in states]
+    if key.storage_format.endswith("-trimmed"):
+        content["last_rows"] = torch.tensor(sorted({*supervising_rows(reply_bounds), *more_rows}), dtype=torch.int64)
+        stored[-1] = stored[-1][content["last_rows"]]
+    content["hidden_states"] = stored
+    content["meta"] = {
+        "sample_id": sample_id(input_ids),
+        **key.values(),
+        "engine_version": engine_version,
+        "last_is_post_norm": True,
+        "code": code,
+    }
+    return content
+
+
+def to_fp8(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float8_e4m3fn [T, H] and its fp32 scale a token [T]: value = fp8 * scale, the largest of a row at the format's
+    largest."""
+    import torch
+
+    state = state.float()
+    largest = state.abs().amax(dim=-1)
+    scale = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
+    return (state / scale[:, None]).to(torch.float8_e4m3fn), scale
+
+
+def unpack(sample: dict[str, Any], reply_bounds: Sequence[int] | None = None) -> list[torch.Tensor]:
+    """L+1 states [T, H] in bf16, of any storage format; rows that a trimmed one left out are zeros.
+
+    Raises UserError when a row that `reply_bounds` asks for was left out.
+    """
+    import torch
+
+    states = list(sample["hidden_states"])
+    if "last_rows" in sample:
+        if reply_bounds is not None and (missing := missing_rows(sample, reply_bounds)):
+            raise UserError(
+                f"sample {sample['meta']['sample_id']}: {len(missing)} rows of its last state are missing under this "
+                "mask; `snakemake extract` makes them"
+            )
+        last = torch.zeros(states[0].shape, dtype=states[-1].dtype)
+        last.view(torch.uint8)[sample["last_rows"]] = states[-1].view(torch.uint8)  # fp8 has no index_put
+        states[-1] = last
+    if "scales" in sample:
+        scales = sample["scales"]
+        return [(s.float() * scale[:, None]).to(torch.bfloat16) for s, scale in zip(states, scales, strict=True)]
+    return states
+
+
+def missing_rows(sample: dict[str, Any], reply_bounds: Sequence[int]) -> list[int]:
+    """Rows of the last state that this mask asks for and a trimmed file was not made with (its mask was narrower)."""
+    if "last_rows" not in sample:
+        return []
+    return sorted(set(supervising_rows(reply_bounds)) - set(sample["last_rows"].tolist()))
 
 
 def slot_path(shard: str, slot: int) -> str:
@@ -145,9 +228,12 @@ def content_fault(sample: dict[str, Any]) -> str | None:
         return "its token ids do not have the sha256 that is its name"
     if len(states) != len(meta["aux_layer_ids"]) + 1:
         return f"{len(states)} states for {len(meta['aux_layer_ids'])} aux layers and the last"
-    for layer, state in zip([*meta["aux_layer_ids"], "last"], states, strict=True):
-        if len(state) != len(ids):
-            return f"layer {layer} has {len(state)} rows for {len(ids)} tokens"
-        if not state.isfinite().all():
+    rows = [len(ids)] * (len(states) - 1) + [len(sample.get("last_rows", ids))]
+    for layer, state, wanted in zip([*meta["aux_layer_ids"], "last"], states, rows, strict=True):
+        if len(state) != wanted:
+            return f"layer {layer} has {len(state)} rows, not {wanted}, for {len(ids)} tokens"
+        if not state.float().isfinite().all():
             return f"layer {layer} holds values that are not finite"
+    if "scales" in sample and not sample["scales"].isfinite().all():
+        return "a scale is not finite"
     return None

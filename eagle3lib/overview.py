@@ -19,10 +19,12 @@ from eagle3lib import plan as planning
 from eagle3lib.config import StorageConfig
 from eagle3lib.disk import Disk, check_plan, size
 from eagle3lib.errors import UserError
+from eagle3lib.hidden_states import StateKey
 from eagle3lib.ledger import Redo
 from eagle3lib.plan import STORE, Plan, Run
 from eagle3lib.store import Store, open_stores
 
+FORECAST_COLUMNS = ["sample_id", "n_tokens", "reply_bounds"]
 NAMED_SLOTS = 8  # a line names so many slots at most
 
 
@@ -92,27 +94,25 @@ def _shard_lines(absent: dict[str, list[int]], about: dict[str, dict]) -> Iterat
 def _totals(run: Run, folder: Path, absent: dict[str, list[int]], total: int) -> Iterator[str]:
     import pandas as pd
 
-    table = pd.read_parquet(folder / "samples.parquet", columns=["shard", "slot", "sample_id", "n_tokens"])
-    columns = zip(table["shard"], table["slot"], table["sample_id"], table["n_tokens"], strict=True)
+    table = pd.read_parquet(folder / "samples.parquet", columns=["shard", "slot", *FORECAST_COLUMNS])
     wanted = {(shard, slot) for shard, slots in absent.items() for slot in slots}
-    rows = [(str(sample), int(n)) for shard, slot, sample, n in columns if (shard, slot) in wanted]
+    table = table[[place in wanted for place in zip(table["shard"], table["slot"], strict=True)]]
     store = Store(STORE, run.key)
-    lengths = [n for sample, n in rows if not store.path(sample).exists()]
-    linked = len(rows) - len(lengths)
-    yield f"  {len(rows):,} of {total:,} samples missing; {linked:,} of them are in the store and only linked"
-    if lengths:
-        tokens = sum(lengths)
-        yield f"  to compute: {len(lengths):,} samples, {tokens:,} tokens, {_bytes(run, lengths)}, {_hours(tokens)}"
+    to_compute = table[[not store.path(sample).exists() for sample in table["sample_id"]]]
+    linked = len(table) - len(to_compute)
+    yield f"  {len(table):,} of {total:,} samples missing; {linked:,} of them are in the store and only linked"
+    if len(to_compute):
+        tokens = int(to_compute["n_tokens"].sum())
+        sizes = _bytes(run, to_compute)
+        yield f"  to compute: {len(to_compute):,} samples, {tokens:,} tokens, {sizes}, {_hours(tokens)}"
 
 
-def _bytes(run: Run, lengths: list[int]) -> str:
+def _bytes(run: Run, samples: Any) -> str:
     info = planning.RESULTS / "targets" / run.cfg.target.name / "target.json"
     try:
-        hidden_size = planning.hidden_size(info)
+        return size(sum(_sizes(samples, run.key, planning.hidden_size(info))))
     except (OSError, ValueError, KeyError):
         return "bytes unknown (no target.json yet)"
-    form, n_aux = run.key.storage_format, len(run.key.aux_layer_ids)
-    return size(sum(hidden_states.sample_bytes(n, hidden_size, n_aux, form) for n in lengths))
 
 
 def _hours(tokens: int) -> str:
@@ -126,11 +126,11 @@ def _hours(tokens: int) -> str:
 def storage_plan(
     samples: Any, store: Store, hidden_size: int, storage: StorageConfig
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The forecast from the lengths alone (`samples`: sample_id, n_tokens), and what store and disk hold now."""
-    n_aux = len(store.key.aux_layer_ids)
+    """The forecast from the lengths alone (`samples`: sample_id, n_tokens, reply_bounds), and what store and disk
+    hold now."""
     store.prepare()
     present = [store.path(s).exists() for s in samples["sample_id"]]
-    sizes = [hidden_states.sample_bytes(n, hidden_size, n_aux, store.key.storage_format) for n in samples["n_tokens"]]
+    sizes = _sizes(samples, store.key, hidden_size)
     forecast = {"samples": len(sizes), "tokens": int(samples["n_tokens"].sum()), "bytes_all": sum(sizes)}
     stored = {one.key.short: sum(r["bytes"] for r in one.records()) for one in open_stores(store.root)}
     now = {
@@ -143,6 +143,16 @@ def storage_plan(
     return forecast, now
 
 
+def _sizes(samples: Any, key: StateKey, hidden_size: int) -> list[int]:
+    """Bytes that each sample takes in the store."""
+    n_aux, form = len(key.aux_layer_ids), key.storage_format
+    lengths = zip(samples["n_tokens"].tolist(), samples["reply_bounds"], strict=True)
+    return [
+        hidden_states.sample_bytes(n, hidden_size, n_aux, form, hidden_states.n_supervising(bounds))
+        for n, bounds in lengths
+    ]
+
+
 def check_room(plan: Plan) -> None:
     """Refuse a run whose missing states do not fit, each time one starts: others may have filled the disk since."""
     import pandas as pd
@@ -150,9 +160,7 @@ def check_room(plan: Plan) -> None:
     for run in plan.runs:
         folder = planning.RESULTS / run.cfg.target.name
         try:
-            samples = pd.read_parquet(
-                folder / run.cfg.dataset.name / "samples.parquet", columns=["sample_id", "n_tokens"]
-            )
+            samples = pd.read_parquet(folder / run.cfg.dataset.name / "samples.parquet", columns=FORECAST_COLUMNS)
             hidden_size = planning.hidden_size(planning.RESULTS / "targets" / run.cfg.target.name / "target.json")
         except (OSError, ValueError, KeyError):
             continue  # not there yet: `plan_storage` comes before the first byte
@@ -186,7 +194,7 @@ def _redo_of(run: Run, plan: Plan, entries: list[ledger.Entry]) -> Iterator[Redo
     states = [e for e in entries if e.kind == "states" and e.shaping not in current]
     if one := ledger.redo(states, "states", run.dataset_name, run.key.values()):
         old = [e for e in states if e.name == run.dataset_name][-1].shaping
-        share = _share(Store(STORE, hidden_states.StateKey.of(old)), Store(STORE, run.key), run)
+        share = _share(Store(STORE, StateKey.of(old)), Store(STORE, run.key), run)
         yield replace(one, samples=round(one.samples * share), hours=one.hours * share)
     if one := ledger.redo(entries, "draft", planning.draft_name(run.cfg, run.key.values()), shaping):
         yield one
@@ -196,7 +204,7 @@ def _share(old: Store, new: Store, run: Run) -> float:
     """Which part of the old store's samples is asked for again and not there."""
     import pandas as pd
 
-    if old.convertible_to(new):
+    if old.folder in [source.folder for source in new.convertible_from()]:
         return 0.0
     finished = {record["sample_id"] for record in old.records()}
     path = planning.RESULTS / run.cfg.target.name / run.cfg.dataset.name / "samples.parquet"

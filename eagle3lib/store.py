@@ -25,7 +25,7 @@ from typing import Any
 
 from eagle3lib.disk import vanished
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import StateKey, content_fault, load_sample
+from eagle3lib.hidden_states import FORMATS, StateKey, content_fault, convertible, load_sample, missing_rows
 from eagle3lib.job import HashingFile, fsync_folder, write_json
 from eagle3lib.lineage import file_sha256
 
@@ -49,11 +49,11 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(record, self.key.values())
 
-    def convertible_to(self, other: Store) -> bool:
-        """Are the other's states another format of these?"""
-        return replace(self.key, storage_format=other.key.storage_format) == other.key and (
-            self.key.storage_format == "bf16"
-        )
+    def convertible_from(self) -> list[Store]:
+        """Stores of the same states in a format that ours can be made from, the most exact first."""
+        keys = [replace(self.key, storage_format=name) for name in FORMATS]
+        keys = [key for key in keys if convertible(key.storage_format, self.key.storage_format)]
+        return open_stores(self.root, [key.short for key in keys])
 
     def path(self, sample: str) -> Path:
         return self.folder / sample[:2] / f"{sample}.pt"
@@ -91,6 +91,11 @@ class Store:
         if record is None:  # published up to its manifest line, or the manifest was lost: hash it, not make it, again
             record = self._append({"sample_id": sample, "bytes": path.stat().st_size, "sha256": file_sha256(path)})
         return record
+
+    def lacks_rows(self, sample: str, reply_bounds: Sequence[int]) -> list[int]:
+        """Rows of the last state that a present sample was trimmed of and that this mask asks for."""
+        trimmed = self.key.storage_format.endswith("-trimmed")
+        return missing_rows(load_sample(self.path(sample)), reply_bounds) if trimmed else []
 
     def fault(self, sample: str, full: bool = False) -> str | None:
         """What is wrong with a sample that is present, or None. Nothing is loaded that does not fit its record."""

@@ -40,7 +40,7 @@ from eagle3lib import __version__, checkpoint, targets
 from eagle3lib.config import DraftConfig, TrainingConfig, plain
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import load_sample
+from eagle3lib.hidden_states import content_fault, load_sample, unpack
 from eagle3lib.job import Progress, atomic_write, write_json
 from eagle3lib.lineage import file_sha256
 from eagle3lib.store import set_aside
@@ -245,9 +245,10 @@ class Documents:
         if len(stored["input_ids"]) != sample.n_tokens or len(states) != self.aux_states + 1:
             found = f"{len(stored['input_ids'])} tokens and {len(states)} states"
             raise _bad_sample(sample, f"{found} instead of {sample.n_tokens} and {self.aux_states + 1}")
-        if index not in self.checked and not all(state.isfinite().all() for state in states):
-            raise _bad_sample(sample, "holds NaN or infinity")
+        if index not in self.checked and (fault := content_fault(stored)):
+            raise _bad_sample(sample, fault)
         self.checked.add(index)
+        states = unpack(stored, sample.reply_bounds)
         replies = reply_index(sample.reply_bounds, sample.n_tokens)
         return Batch.document(stored["input_ids"].clone(), torch.cat(states[:-1], dim=-1), states[-1].clone(), replies)
 

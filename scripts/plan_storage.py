@@ -12,7 +12,7 @@ from eagle3lib.targets import TargetInfo
 
 with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
-    samples = pd.read_parquet(snakemake.input.samples, columns=["sample_id", "n_tokens"])
+    samples = pd.read_parquet(snakemake.input.samples, columns=overview.FORECAST_COLUMNS)
     store = Store(plan.STORE, StateKey.of(snakemake.params.key))
     hidden_size = TargetInfo.read(snakemake.input.target).hidden_size
     forecast, now = overview.storage_plan(samples, store, hidden_size, run.storage)
