@@ -29,6 +29,7 @@ from eagle3lib.targets import TargetInfo
 # Tokens handed to the engine at once: it packs them into passes, so more is denser; this is also
 # what waits in memory and what a kill can lose.
 TOKENS_IN_FLIGHT = 8192
+BLOCKS = 3 * 4096  # what a sample may take beside its bytes: the ends of its file, its manifest and its folder
 ROW = ("sample_id", "bytes", "sha256")  # of a store's record, what a shard's manifest holds: not when it was written
 
 Records = dict[str, Any]  # sample_id -> the store's record, None: still missing
@@ -89,7 +90,7 @@ class Guard:
     def before(self, batch: list[Sample]) -> None:
         n_aux, form = len(self.store.key.aux_layer_ids), self.store.key.storage_format
         self.disk.check_room(
-            sum(hidden_states.sample_bytes(len(s.input_ids), self.hidden_size, n_aux, form) for s in batch)
+            sum(hidden_states.sample_bytes(len(s.input_ids), self.hidden_size, n_aux, form) + BLOCKS for s in batch)
         )
 
     def after_each(self) -> None:

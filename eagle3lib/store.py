@@ -26,7 +26,7 @@ from typing import Any
 from eagle3lib.disk import vanished
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey, content_fault, load_sample
-from eagle3lib.job import HashingFile, fsync_folder, write_json
+from eagle3lib.job import append_line, fsync_folder, save_tensors, write_json
 from eagle3lib.lineage import file_sha256
 
 SYNC_SECONDS = 60  # so much work is hashed again after an unclean end
@@ -118,8 +118,6 @@ class Store:
 
     def publish(self, content: dict[str, Any]) -> dict[str, Any]:
         """Write one sample; return its record. Nothing appears under its name unless it is whole."""
-        import torch
-
         sample = content["meta"]["sample_id"]
         path = self.path(sample)
         if not path.parent.exists():
@@ -127,8 +125,7 @@ class Store:
         part = path.with_name(f"{sample}.{socket.gethostname()}.{os.getpid()}.part")
         try:
             with open(part, "wb") as raw:
-                hashing = HashingFile(raw)
-                torch.save(content, hashing)
+                hashing = save_tensors(content, raw)
                 raw.flush()
                 start = time.monotonic()
                 os.fsync(raw.fileno())
@@ -187,18 +184,7 @@ class Store:
 
     def _append(self, record: dict[str, Any]) -> dict[str, Any]:
         record = {**record, "written": round(time.time(), 3)}
-        manifest = self.folder / record["sample_id"][:2] / "manifest.jsonl"
-        descriptor = os.open(manifest, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            # One write call: lines of several processes do not mix. A line that a full disk tore gets its end first.
-            size = os.fstat(descriptor).st_size
-            torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
-            line = ("\n" if torn else "") + json.dumps(record) + "\n"
-            if os.write(descriptor, line.encode()) != len(line):
-                raise OSError(28, os.strerror(28), str(manifest))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        append_line(self.folder / record["sample_id"][:2] / "manifest.jsonl", record)
         self._manifests.setdefault(record["sample_id"][:2], {})[record["sample_id"]] = record
         return record
 
@@ -248,6 +234,7 @@ def _sync_filesystem(folder: Path) -> None:
 
 def link(source: Path, destination: Path) -> None:
     """Make `destination` a hard link to `source`, replacing what stands there."""
+    source.stat()  # before any folder is made: a vanished volume is not replaced
     destination.parent.mkdir(parents=True, exist_ok=True)
     if destination.exists() and destination.samefile(source):
         return

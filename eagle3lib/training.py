@@ -38,10 +38,11 @@ from torch import Tensor
 
 from eagle3lib import __version__, checkpoint, targets
 from eagle3lib.config import DraftConfig, TrainingConfig, plain
+from eagle3lib.disk import vanished
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import load_sample
-from eagle3lib.job import Progress, atomic_write, write_json
+from eagle3lib.job import Progress, atomic_write, file_lock, write_json
 from eagle3lib.lineage import file_sha256
 from eagle3lib.targets import TargetInfo
 from eagle3lib.training_time_test import SUMS, Batch, TrainingTimeTest, reply_index, summarise
@@ -423,6 +424,8 @@ class Trainer:
         self.saved_at = time.monotonic()
         if self.ranks.rank:
             return
+        if not self.folder.exists():  # a checkpoint must not make it again below a volume that is gone
+            raise vanished(self.folder)
         state = {
             "model": {name: p.detach() for name, p in self.parameters.items()},
             "optimizer": self.optimizer.state_dict(),
@@ -512,7 +515,10 @@ def _finished(job: Job) -> dict[str, Any] | None:
         whole = result["digest"] == job.digest and file_sha256(folder / "model.safetensors") == result["weights_sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return result if whole else None
+    if not whole:
+        return None
+    checkpoint.clear(folder / "checkpoints", job.digest)  # a kill may have come in between
+    return result
 
 
 class Log:
@@ -643,6 +649,12 @@ def main() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - rank 0 speaks for all
     if job.training.gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # Ranks of a killed training may still be writing their last checkpoint.
+    with file_lock(Path(job.folder) / f"rank{os.environ['RANK']}.lock"):
+        _work(job)
+
+
+def _work(job: Job) -> None:
     dist.init_process_group("nccl" if job.training.gpus else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         train(job)

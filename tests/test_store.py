@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3lib import hidden_states
+from eagle3lib import hidden_states, job
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey
 from eagle3lib.lineage import file_sha256
@@ -146,7 +146,39 @@ def test_vanished_volume_is_not_replaced_by_a_folder(store):
     shutil.rmtree(store.root)
     with pytest.raises(UserError, match="gone while it was in use"):
         reopened(store).publish(content())
-    assert not store.root.exists() and record
+    with pytest.raises(FileNotFoundError):
+        link(store.path(record["sample_id"]), store.root / "dataset" / "0000.pt")
+    assert not store.root.exists()
+
+
+def test_failing_disk_is_told_not_what_torch_makes_of_it(store, monkeypatch):
+    """Of one write that fails, torch's zip writer says "unexpected pos 6912 vs 6864"."""
+    write, calls = job.HashingFile.write, []
+
+    def fails_once(self, data):
+        calls.append(data)
+        if len(calls) == 9:
+            monkeypatch.setattr(self, "file", FailingFile(self.file))
+        return write(self, data)
+
+    monkeypatch.setattr(job.HashingFile, "write", fails_once)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.publish(content())
+    assert not list(store.folder.rglob("*.part"))
+
+
+class FailingFile:
+    def __init__(self, file):
+        self.file, self.failed = file, False
+
+    def write(self, data):
+        if self.failed:
+            return self.file.write(data)
+        self.failed = True
+        raise OSError(errno.EIO, "Input/output error")
+
+    def flush(self):
+        self.file.flush()
 
 
 def test_torn_line_of_a_full_disk_spoils_no_later_one(store):

@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from eagle3lib import training
+from eagle3lib import checkpoint, training
 from eagle3lib.config import DraftConfig, TrainingConfig
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
@@ -181,6 +181,22 @@ def test_a_finished_training_is_returned_and_other_settings_train_anew(world, tm
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     again = run(world, tmp_path, SETTINGS.model_copy(update={"seed": 1}), digest="e")
     assert again["weights_sha256"] == other["weights_sha256"]
+
+
+def test_killed_between_its_record_and_its_end_leaves_no_checkpoint(world, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "clear", lambda *_: None)
+        first = run(world, tmp_path)
+    assert list((tmp_path / "checkpoints").iterdir())
+    assert run(world, tmp_path) == first
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_vanished_volume_is_not_replaced_by_a_folder(world, tmp_path):
+    folder = tmp_path / "draft"
+    with pytest.raises(UserError, match="draft: gone while it was in use"):
+        run(world, folder, stop=lambda step: step == 2 and bool(folder.rename(tmp_path / "elsewhere")))
+    assert not folder.exists()
 
 
 def test_checkpoint_of_other_settings_is_not_resumed(world, tmp_path):
