@@ -143,8 +143,8 @@ def append_line(path: str | os.PathLike, value: Any) -> None:
         size = os.fstat(descriptor).st_size
         torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
         line = (("\n" if torn else "") + json.dumps(value) + "\n").encode()
-        if os.write(descriptor, line) != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        while line:  # once, unless the disk is filling up: then the next call says why
+            line = line[os.write(descriptor, line) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -2,8 +2,10 @@
 
 import pytest
 
-from chaos import world as worlds
-from chaos.zygote import Zygote
+pytest.register_assert_rewrite("chaos.world", "chaos.volumes")
+
+from chaos import world as worlds  # noqa: E402
+from chaos.zygote import Zygote  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -19,13 +19,14 @@ import torch.utils.tensorboard
 from tiny import make_target
 
 from chaos.layout import DIGEST, SAMPLES, draft_folder, states_folder, store_of
-from eagle3lib import drafts, extraction, targets
+from eagle3lib import drafts, extraction, targets, verification
 from eagle3lib.config import DraftConfig, EngineConfig, StorageConfig, TrainingConfig
 from eagle3lib.engines import open_engine, transformers  # noqa: F401
+from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import sample_id
 from eagle3lib.job import job_log
 from eagle3lib.targets import TargetInfo
-from eagle3lib.training import Job, Sample
+from eagle3lib.training import Documents, Job, Sample
 from eagle3lib.vocab_mapping import VocabMapping
 
 TOKENS_IN_FLIGHT = 96  # several batches: a kill finds some samples finished, some in flight, some not begun
@@ -45,24 +46,29 @@ def make_world(world: Path, samples: int = SAMPLES) -> None:
     open_engine(EngineConfig(), world / "target")  # what transformers caches at its first model, trials need not
 
 
-def extract(world: Path, folder: Path, storage: dict[str, Any] | None = None, engine: Any = None) -> dict[str, int]:
-    """As scripts/extract_hidden_states.py; `asked` notes each sample that the engine is asked for."""
+def extract(world: Path, folder: Path, storage: dict[str, Any] | None = None) -> dict[str, int]:
+    """As scripts/extract_hidden_states.py, between what the workflow does before and after all its jobs.
+
+    `asked` notes each sample that the engine is asked for.
+    """
     extraction.TOKENS_IN_FLIGHT = TOKENS_IN_FLIGHT
     lines = (world / "00000.jsonl").read_text().splitlines()
-    links = states_folder(folder)
-    opened = (lambda: engine) if engine else partial(_open_engine, world, folder)
+    links, root = states_folder(folder), folder / "results/store"
     with job_log(folder / "job.log"):
+        verification.after_unclean_end(root)
+        verification.begin(root)
         counts = extraction.extract_shard(
             world / "00000.jsonl",
             [links / f"{slot:04d}.pt" for slot in range(len(lines))],
             links / "manifest.json",
             store_of(folder),
-            opened,
+            partial(_open_engine, world, folder),
             "code",
             TargetInfo.read(world / "target.json"),
             StorageConfig(**{"reserve_bytes": 0, **(storage or {})}),
             "tiny/talk",
         )
+        verification.end(root)
         print(counts)
     return counts
 
@@ -117,4 +123,28 @@ def train(world: Path, folder: Path, processes: int = 1) -> None:
         drafts.train_once(job, outputs, "tiny/talk/draft", {"seed": 0})
 
 
-JOBS = {"extract": extract, "train": train}
+def examine(world: Path, folder: Path, way: str) -> None:
+    """Let the product look at all samples, in one of its ways; `found` names those that it refuses."""
+    links, store = states_folder(folder), store_of(folder)
+    rows = json.loads((links / "manifest.json").read_text())["samples"]
+    found = {}
+    if way == "verify":
+        report = verification.verify(verification.everything(folder / "results/store"))
+        found = {path.stem: reason for path, reason in report.bad}
+    for row in rows:
+        sample = row["sample_id"]
+        if way == "trainer":
+            path = str(links / f"{row['slot']:04d}.pt")
+            read = Documents([Sample(path, row["n_tokens"], (4, row["n_tokens"]), "train", row["sha256"])], 3).read
+            try:
+                read(0)
+            except UserError as error:
+                found[sample] = str(error)
+        # The quick check of each extraction; what it lets pass must fail the full one.
+        for full in (False, True):
+            if way != "verify" and store.path(sample).exists() and store.find(sample, full) is None:
+                found.setdefault(sample, "full" if full else "quick")
+    (folder / "found").write_text(json.dumps(found))
+
+
+JOBS = {"extract": extract, "train": train, "examine": examine}

@@ -28,6 +28,16 @@ void chaos_arm(const char *folder, int of_kinds, long at, int what, int with) {
     kinds = of_kinds, struck_at = at, action = what, value = with, seen = 0, armed = 1;
 }
 
+/* For processes that others start: CHAOS_ARM=kinds,at,what,with,folder */
+__attribute__((constructor)) static void arm_by_environment(void) {
+    char folder[PATH_MAX];
+    int of_kinds, what, with;
+    long at;
+    const char *text = getenv("CHAOS_ARM");
+    if (text && sscanf(text, "%d,%ld,%d,%d,%4095[^\n]", &of_kinds, &at, &what, &with, folder) == 5)
+        chaos_arm(folder, of_kinds, at, what, with);
+}
+
 long chaos_seen(void) { return seen; }
 
 static int counts(int kind, const char *path) {

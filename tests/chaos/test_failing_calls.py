@@ -64,4 +64,5 @@ def test_training(need_shim, zygote, world, tmp_path, times, number, action, kin
         else:
             assert action == "fail_once"
         trial.complete()
+        trial.clear()
     outcome.check()

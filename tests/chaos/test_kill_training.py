@@ -4,7 +4,9 @@ import json
 import random
 import shutil
 import signal
+import time
 
+import psutil
 import pytest
 
 from chaos import layout
@@ -41,6 +43,8 @@ class Trial:
         self.outcome.wrong += without_time(record) != without_time(self.whole / "training.json")
         assert not list(self.folder.rglob("*.part"))
         assert not list((folder / "checkpoints").iterdir()), "a finished training needs no checkpoint"
+
+    def clear(self):
         shutil.rmtree(self.folder)
 
 
@@ -60,6 +64,7 @@ def test_at_random_moments(zygote, world, tmp_path, times, number):
         for _ in range(3 if attempts % 4 == 0 else 1):
             hits += trial.run(after=rng.uniform(0, world.seconds["train"]), number=number).code != 0
         trial.complete()
+        trial.clear()
     outcome.check()
 
 
@@ -76,4 +81,33 @@ def test_at_system_calls(need_shim, zygote, world, tmp_path, times):
         if number % 3 == 0:
             trial.run(Fault(fault.folder, rng.randrange(1, total), "signal", signal.SIGKILL))
         trial.complete()
+        trial.clear()
+    outcome.check()
+
+
+def processes_of(folder):
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if process.info["status"] != psutil.STATUS_ZOMBIE and str(folder) in " ".join(process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def test_two_processes(zygote, world, tmp_path, times):
+    """torchrun with two ranks; the next run begins while ranks of the killed one may still write their checkpoint."""
+    rng, outcome = random.Random("two processes"), Outcome("training by two processes: SIGKILL at a random moment")
+    many = times(6, 0)
+    if not many:
+        pytest.skip("a torchrun takes ten seconds to start: make chaos")
+    whole = zygote.run("train", world.folder, tmp_path / "whole", processes=2)
+    assert whole.code == 0
+    for number in range(many):
+        trial = Trial(zygote, world, tmp_path / f"{number}", outcome, tmp_path / "whole", processes=2)
+        # The second half: before it, the ranks are being started.
+        trial.run(after=rng.uniform(whole.seconds / 2, whole.seconds))
+        trial.complete()
+        limit = time.monotonic() + 120
+        while processes_of(trial.folder):
+            assert time.monotonic() < limit, processes_of(trial.folder)
+            time.sleep(0.05)
     outcome.check()

@@ -123,13 +123,13 @@ class Trial:
         """The run that nobody breaks: all is there, and nothing else."""
         self.outcome.kept += len(self.before)
         ended = self.run(**how)
-        assert ended.code == 0, (self.folder / "stderr").read_text()
+        assert ended.code == 0, (ended, (self.folder / "stderr").read_text())
         assert set(self.before) == set(self.world.states)
         assert (layout.states_folder(self.folder) / "manifest.json").exists()
         links = sorted(path.stat().st_ino for path in layout.states_folder(self.folder).glob("*.pt"))
         assert links == sorted(inode for inode, _ in self.before.values())
-        assert not list(self.folder.rglob("*.part"))
-        assert not list(self.folder.rglob("quarantine"))
+        assert list(self.folder.rglob("*.part")) == []
+        assert list(self.folder.rglob("quarantine")) == []
         self.outcome.redone += len(asked(self.folder)) - len(set(asked(self.folder)))
 
     def message(self) -> str:

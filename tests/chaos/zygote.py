@@ -31,6 +31,11 @@ class Fault:
     value: int = 0  # the signal or the errno
     kinds: tuple[str, ...] = ("open", "write", "fsync", "rename", "link", "unlink", "mkdir", "truncate")
 
+    def environment(self) -> str:
+        """For CHAOS_ARM."""
+        kinds = sum(KINDS[kind] for kind in self.kinds)
+        return f"{kinds},{self.at},{ACTIONS[self.action]},{int(self.value)},{self.folder}"
+
 
 KINDS = {n: 1 << i for i, n in enumerate(("open", "write", "fsync", "rename", "link", "unlink", "mkdir", "truncate"))}
 ACTIONS = {"count": 0, "signal": 1, "fail_once": 2, "fail_on": 3}
@@ -108,6 +113,7 @@ class Zygote:
 
 
 def main() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # first: threads of libraries inherit it
     import torch
 
     from chaos import jobs  # all that is slow to import
@@ -117,7 +123,6 @@ def main() -> None:
     torch.set_num_interop_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     for line in sys.stdin:
         request = json.loads(line)
         start = time.monotonic()
