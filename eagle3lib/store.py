@@ -208,13 +208,14 @@ def linked_names(results: Path, key: str, inodes: set[int]) -> list[Path]:
 
 
 def _read_manifest(path: Path) -> dict[str, dict]:
-    """Lines by sample; a later line wins, a torn one (a crash or a full disk while appending) is passed over."""
+    """Lines by sample; a later line wins, a torn or damaged one (a crash, a full disk, a flipped bit) is passed over."""
     records: dict[str, dict] = {}
     if path.exists():
         for line in path.read_text("utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
-                records[record["sample_id"]] = record
+                if isinstance(record["bytes"], int) and isinstance(record["sha256"], str):
+                    records[record["sample_id"]] = record
             except (ValueError, KeyError, TypeError):
                 continue
     return records

@@ -121,6 +121,15 @@ def test_torn_manifest_line_is_passed_over(store):
     assert reopened(store).find(record["sample_id"]) == record
 
 
+@pytest.mark.parametrize("name", ["sample_id", "bytes", "sha256"])
+def test_manifest_line_with_a_damaged_name_is_passed_over(store, name):
+    record = store.publish(content())
+    manifest = store.path(record["sample_id"]).parent / "manifest.jsonl"
+    manifest.write_text(manifest.read_text().replace(f'"{name}"', f'"{name.upper()}"'))
+    found = reopened(store).find(record["sample_id"])
+    assert (found["bytes"], found["sha256"]) == (record["bytes"], record["sha256"]), "hashed again, not made again"
+
+
 def test_failed_write_leaves_nothing(store, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

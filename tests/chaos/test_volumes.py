@@ -77,7 +77,7 @@ def test_reserve_stays_free(zygote, world, tmp_path, times, volumes, kind):
         trial = Trial(zygote, world, tmp_path / f"{number}", outcome)
         results = small_volume(volumes, kind, trial.folder)
         layout.skip_probe(world.folder, trial.folder)
-        reserve = shutil.disk_usage(results).free - rng.randrange(250_000, 350_000)
+        reserve = shutil.disk_usage(results).free - rng.randrange(195_000, 235_000)
         ended = trial.run(storage={"reserve_bytes": reserve})
         assert ended.code == 1 and "no disk: " in trial.message(), trial.message()
         assert 0 < len(trial.before) < len(world.states)
