@@ -26,7 +26,7 @@ from typing import Any
 from eagle3lib.disk import vanished
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey, content_fault, load_sample
-from eagle3lib.job import append_line, fsync_folder, save_tensors, write_json
+from eagle3lib.job import append_line, file_lock, fsync_folder, save_tensors, write_json
 from eagle3lib.lineage import file_sha256
 
 SYNC_SECONDS = 60  # so much work is hashed again after an unclean end
@@ -44,10 +44,8 @@ class Store:
 
     def prepare(self) -> None:
         """Make the folder, with what its key stands for. Nothing later does: a vanished volume is not replaced."""
-        record = self.folder / "key.json"
-        if not record.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(record, self.key.values())
+        if not (self.folder / "key.json").exists():
+            self._write("key.json", self.key.values())
 
     def convertible_to(self, other: Store) -> bool:
         """Are the other's states another format of these?"""
@@ -154,7 +152,12 @@ class Store:
         """Have the filesystem write out all it holds, then say until when that is true."""
         self._marked, now = time.monotonic(), time.time()
         _sync_filesystem(self.folder)
-        write_json(self.folder / "synced.json", {"time": now})
+        self._write("synced.json", {"time": now})
+
+    def _write(self, name: str, value: dict[str, Any]) -> None:
+        """Jobs side by side would share its `.part`: one after the other."""
+        with file_lock(self.folder / "locks" / f"{name}.lock"):
+            write_json(self.folder / name, value)
 
     def synced(self) -> float:
         """Files written before this time (seconds of the epoch) are on the disk."""
@@ -208,7 +211,7 @@ def linked_names(results: Path, key: str, inodes: set[int]) -> list[Path]:
 
 
 def _read_manifest(path: Path) -> dict[str, dict]:
-    """Lines by sample; a later line wins, a torn or damaged one (a crash, a full disk, a flipped bit) is passed over."""
+    """Lines by sample; a later one wins, a torn or damaged one (a crash, a full disk, a flipped bit) is passed over."""
     records: dict[str, dict] = {}
     if path.exists():
         for line in path.read_text("utf-8", errors="replace").splitlines():

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,14 @@ def test_torn_line_of_a_full_disk_spoils_no_later_one(store):
     manifest.write_bytes(manifest.read_bytes() + b'{"sample_id": "ab')
     again = reopened(store).publish(content())
     assert reopened(store).record(record["sample_id"]) == again
+
+
+def test_jobs_side_by_side_mark_the_same_store(store):
+    """Two shards of one key end at the same time."""
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: reopened(store).mark_synced(), range(60)))
+    assert reopened(store).synced() > 0
+    assert not list(store.folder.rglob("*.part"))
 
 
 def test_flipped_bits_are_found_by_the_full_check_and_not_loaded(store):
