@@ -41,7 +41,7 @@ test: venv  ## all tests (under 12 minutes on two cores)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
 
 chaos: venv  ## kill, fill, cut, flip: 700 times; the last line says what was lost
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --chaos=full --dist=worksteal
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --chaos=full --dist=worksteal --timeout=1500
 
 lint: .venv-lint/.done venv  ## ruff, snakefmt, codespell, mypy
 	.venv-lint/bin/ruff check .

@@ -13,7 +13,8 @@ from pathlib import Path
 class Outcome:
     """Of trials of one kind.
 
-    lost: finished work that was gone or was made again. wrong: bytes that differ from those of a run that nobody
+    kept: finished samples (of a training: finished trainings) that stood when it broke, and were neither touched nor
+    made again. lost: those that were gone or were made again. wrong: bytes that differ from those of a run that nobody
     broke. redone: unfinished samples that the engine was asked for again, what the breaks cost.
     """
 
@@ -44,11 +45,11 @@ def _read() -> list[Outcome]:
 
 def table() -> str:
     rows = [
-        "| what was broken | trials | finished samples kept | lost | wrong | unfinished samples computed again |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| what was broken | trials | kills | finished kept | lost | wrong | unfinished computed again |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for o in sorted(_read(), key=lambda o: o.what):
-        rows.append(f"| {o.what} | {o.trials} | {o.kept} | {o.lost} | {o.wrong} | {o.redone} |")
+        rows.append(f"| {o.what} | {o.trials} | {o.kills} | {o.kept} | {o.lost} | {o.wrong} | {o.redone} |")
     return "\n".join(rows)
 
 

@@ -53,7 +53,8 @@ class Ended:
 
     @property
     def killed(self) -> bool:
-        return self.code is not None and self.code < 0
+        """By a signal: it ended by it, or in order because of it (130)."""
+        return self.code not in (None, 0, 1)
 
 
 class Zygote:
