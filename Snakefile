@@ -30,7 +30,8 @@ rule all:
         "results/summary.json",
 
 
-# Stages by name: `snakemake extract`, `snakemake train`, …
+# Stages by name: `snakemake extract`, `snakemake train`, … What follows the states asks for each of them, too: the
+# index alone would not tell that one is lost.
 rule samples:
     input:
         plan.paths(f"{DATASET}/samples.parquet"),
@@ -44,16 +45,19 @@ rule extract:
 
 rule train:
     input:
+        all_hidden_states,
         plan.paths(f"{DRAFT}/training/training.json"),
 
 
 rule export:
     input:
+        all_hidden_states,
         plan.paths(f"{DRAFT}/export"),
 
 
 rule acceptance:
     input:
+        all_hidden_states,
         plan.paths(f"{DRAFT}/acceptance.json"),
 
 

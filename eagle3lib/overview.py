@@ -18,11 +18,19 @@ from eagle3lib import hidden_states, ledger, shards
 from eagle3lib import plan as planning
 from eagle3lib.config import StorageConfig
 from eagle3lib.disk import Disk, check_plan, size
+from eagle3lib.errors import UserError
 from eagle3lib.ledger import Redo
 from eagle3lib.plan import STORE, Plan, Run
 from eagle3lib.store import Store, open_stores
 
 NAMED_SLOTS = 8  # a line names so many slots at most
+
+
+def refuse(plan: Plan) -> None:
+    """Raise UserError when this run would make dear work again unasked, or fill the disk."""
+    if again := redo(plan):
+        raise UserError("\n".join(map(str, again)))
+    check_room(plan)
 
 
 # --- missing ------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class Run:
     def maker(self) -> dict[str, str]:
         """What makes a state and is not part of its identity (see `adoption`)."""
         return {
-            "code": code("eagle3lib.hidden_states", f"eagle3lib.engines.{self.cfg.engine.name}"),
+            "code": code("eagle3lib.hidden_states", engines.MODULES[self.cfg.engine.name]),
             "engine_version": engines.installed_version(self.cfg.engine.name),
         }
 

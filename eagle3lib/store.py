@@ -210,6 +210,26 @@ def linked_names(results: Path, key: str, inodes: set[int]) -> list[Path]:
     return found
 
 
+def set_aside(name: Path, reason: str) -> bool:
+    """Quarantine the file that a dataset's name (`results/…/{key}/hidden_states/{shard}/{slot}.pt`) is a link to.
+
+    A name whose file the store does not know (a copy that broke the link) is only removed. False for other paths.
+    """
+    if len(name.parts) < 7 or name.parts[-3] != "hidden_states":
+        return False
+    stores = open_stores(name.parents[5] / "store", [name.parts[-4]])
+    if not stores:
+        return False
+    inode = name.stat().st_ino
+    for fan in stores[0].folder.glob("[0-9a-f][0-9a-f]"):
+        for entry in os.scandir(fan):
+            if entry.inode() == inode:
+                stores[0].quarantine(Path(entry.path), reason)
+                return True
+    name.unlink()
+    return True
+
+
 def _read_manifest(path: Path) -> dict[str, dict]:
     """Lines by sample; a later one wins, a torn or damaged one (a crash, a full disk, a flipped bit) is passed over."""
     records: dict[str, dict] = {}

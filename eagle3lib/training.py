@@ -44,6 +44,7 @@ from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import load_sample
 from eagle3lib.job import Progress, atomic_write, file_lock, write_json
 from eagle3lib.lineage import file_sha256
+from eagle3lib.store import set_aside
 from eagle3lib.targets import TargetInfo
 from eagle3lib.training_time_test import SUMS, Batch, TrainingTimeTest, reply_index, summarise
 from eagle3lib.vocab_mapping import VocabMapping
@@ -236,17 +237,17 @@ class Documents:
 
     def read(self, index: int) -> Batch:
         sample = self.samples[index]
+        if not os.path.exists(sample.path):
+            raise UserError(f"{sample.path}: lost; `snakemake extract` makes it anew, then run the same command again")
         if index not in self.checked and sample.sha256 and file_sha256(sample.path) != sample.sha256:
-            raise UserError(f"{sample.path}: its sha256 differs from the manifest's; delete it and run snakemake again")
+            raise _bad_sample(sample, "its sha256 differs from the manifest's")
         stored = load_sample(sample.path)
         states = stored["hidden_states"]
         if len(stored["input_ids"]) != sample.n_tokens or len(states) != self.aux_states + 1:
-            raise UserError(
-                f"{sample.path}: {len(stored['input_ids'])} tokens and {len(states)} states instead of "
-                f"{sample.n_tokens} and {self.aux_states + 1}; delete it and run snakemake again"
-            )
+            found = f"{len(stored['input_ids'])} tokens and {len(states)} states"
+            raise _bad_sample(sample, f"{found} instead of {sample.n_tokens} and {self.aux_states + 1}")
         if index not in self.checked and not all(state.isfinite().all() for state in states):
-            raise UserError(f"{sample.path}: holds NaN or infinity; delete it and run snakemake again")
+            raise _bad_sample(sample, "holds NaN or infinity")
         self.checked.add(index)
         replies = reply_index(sample.reply_bounds, sample.n_tokens)
         return Batch.document(stored["input_ids"].clone(), torch.cat(states[:-1], dim=-1), states[-1].clone(), replies)
@@ -259,6 +260,12 @@ class Documents:
                 self.target_tokens[i] = test.target_tokens(document).to(torch.int32)
             ready.append(document.with_tokens(self.target_tokens[i].long()))
         return Batch.pack(ready).to(device)
+
+
+def _bad_sample(sample: Sample, reason: str) -> UserError:
+    """Set the file aside: the next run makes it anew, and the training goes on from its checkpoint."""
+    remedy = "moved to quarantine" if set_aside(Path(sample.path), reason) else "delete it"
+    return UserError(f"{sample.path}: {reason}; {remedy}, then run the same command again: it is made anew")
 
 
 # --- training ----------------------------------------------------------------------------------------------------

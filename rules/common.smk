@@ -74,27 +74,17 @@ def reply_files(wildcards):
 
 
 @functools.cache
-def before_any_job():
-    """Once a run, in the main process, when the states are about to be looked at."""
-    if not workflow.is_main_process:
-        return
-    if not workflow.dryrun:
+def before_states_are_looked_at():
+    """Once a run, in the main process: what a crash damaged must be missing when Snakemake looks."""
+    if workflow.is_main_process and workflow.dryrun:
+        print(*overview.redo(plan), overview.missing(plan), sep="\n", file=sys.stderr)
+    elif workflow.is_main_process:
         verification.after_unclean_end(planning.STORE)
-    again = overview.redo(plan)
-    if workflow.dryrun:
-        print(*again, overview.missing(plan), sep="\n", file=sys.stderr)
-        return
-    if again:
-        raise WorkflowError(*again)
-    try:
-        overview.check_room(plan)
-    except UserError as error:
-        raise WorkflowError(str(error)) from None
 
 
 def shards_of(target, dataset, **_):
     """shard -> what it holds; Snakemake comes back here once the checkpoint has run."""
-    before_any_job()
+    before_states_are_looked_at()
     output = checkpoints.shard_samples.get(target=target, dataset=dataset).output
     return planning.read_shards(output.shards)
 
@@ -131,6 +121,11 @@ def all_hidden_states(_):
 
 
 def begin_run():
+    """Refuse before the first job, when nothing is deleted yet; then take note that a run is at work."""
+    try:
+        overview.refuse(plan)
+    except UserError as error:
+        raise WorkflowError(str(error)) from None
     verification.begin(planning.STORE)
 
 

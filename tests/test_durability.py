@@ -124,9 +124,9 @@ def test_dear_training_is_not_made_again_unasked(workspace):
     assert weights.exists(), "refused before anything is deleted"
     assert workspace.planned() == TRAINING, "a dry run shows the plan and says what a run would ask"
     workspace.ask("confirm", token)
-    workspace.snakemake()
+    workspace.snakemake("train")
     workspace.set("training.learning_rate", 1e-4)
-    workspace.snakemake()  # both drafts are finished now: nothing is made again by going back
+    workspace.snakemake("train")  # both drafts are finished now: nothing is made again by going back
 
 
 def test_dear_states_are_not_made_again_unasked(workspace):
@@ -157,28 +157,30 @@ def test_states_of_other_code_are_compared_not_thrown_away(workspace):
     assert len(makers) == 2 and len(makers[1]["samples"]) == N and makers[1]["largest_distance"] < 1e-3
 
 
-def test_full_volume_is_refused_with_a_table_before_the_first_byte(workspace):
-    shutil.rmtree(workspace.result("store/hidden_states"))
-    shutil.rmtree(workspace.result("tiny/talk/*/hidden_states"))
-    workspace.result("tiny/talk/*/storage_plan.json").unlink()
-    workspace.set("storage.free_command", "echo 1000")
-    done = workspace.snakemake("extract", check=False)
-    text = done.stdout + done.stderr
-    assert done.returncode and "no disk: " in text and "free (storage.free_command)" in text, text
-    assert not list(workspace.run_folder.glob("results/store/hidden_states/*/*/*"))
-
-
-def test_full_volume_ends_an_extraction_that_was_planned(workspace):
-    """The plan passed, then others filled the disk."""
+def test_full_volume_is_refused_before_the_first_byte(workspace):
     shutil.rmtree(workspace.result("store/hidden_states"))
     shutil.rmtree(workspace.result("tiny/talk/*/hidden_states"))
     workspace.set("storage.free_command", "echo 1000")
     done = workspace.snakemake("extract", check=False)
     assert done.returncode and "no disk: " in done.stdout + done.stderr
-    assert not workspace.states()
+    assert not list(workspace.run_folder.glob("results/store/hidden_states/*/*/*.pt"))
+    assert workspace.result("tiny/talk/*/storage_plan.json").exists(), "refused before any job"
+
+
+def test_volume_that_fills_up_while_running_ends_the_job_and_the_next_run_goes_on(workspace):
+    """The plan passed; then somebody else takes the room after the first samples."""
+    shutil.rmtree(workspace.result("store/hidden_states"))
+    shutil.rmtree(workspace.result("tiny/talk/*/hidden_states"))
+    workspace.result("tiny/talk/*/storage_plan.json").unlink()
+    # Room for the first two who ask (the start of the run, plan_storage), none for the jobs.
+    count = "n=$(cat ../asked 2>/dev/null || echo 0); echo $((n + 1)) > ../asked"
+    workspace.set("storage.free_command", f"{count}; test $n -ge 2 && echo 1000 || echo 999999999")
+    done = workspace.snakemake("extract", check=False)
+    text = done.stdout + done.stderr
+    assert done.returncode and "no disk: " in text and "free (storage.free_command)" in text
     workspace.set("storage.free_command", None)
     workspace.snakemake("extract")
-    assert len(workspace.states()) == N
+    assert len(workspace.states()) == N and not list(workspace.run_folder.rglob("*.part"))
 
 
 def test_verify_and_the_next_run_mend_the_store(workspace):
@@ -194,3 +196,17 @@ def test_verify_and_the_next_run_mend_the_store(workspace):
     workspace.snakemake("extract")
     assert workspace.computed() == 1
     assert workspace.ask("verify").returncode == 0
+
+
+def test_trainer_sets_a_damaged_sample_aside_and_the_next_run_goes_on(workspace):
+    path = stored(workspace)
+    data = bytearray(path.read_bytes())
+    data[-2000] ^= 1
+    path.write_bytes(data)
+    workspace.set("training.learning_rate", 2e-4)
+    done = workspace.snakemake("train", check=False)
+    assert done.returncode and "moved to quarantine, then run the same command again" in done.stdout + done.stderr
+    assert len(workspace.states()) == N - 1 and not path.exists()
+    workspace.clear_logs()
+    workspace.snakemake("train")
+    assert workspace.computed() == 1

@@ -60,7 +60,7 @@ def test_same_settings_as_ever_before_make_nothing_again():
 def test_confirmed_once(tmp_path):
     assert not ledger.confirmed(tmp_path, "abc")
     ledger.confirm(tmp_path, "abc")
-    assert ledger.confirmed(tmp_path, "abc") and not ledger.confirmed(tmp_path, "abd")
+    assert ledger.confirmed(tmp_path, "abc") and not ledger.confirmed(tmp_path, "xyz")
 
 
 def test_differences_name_the_setting():

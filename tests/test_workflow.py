@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 
+import pandas as pd
 import pytest
 from safetensors.torch import load_file, save_file
 from workflow import ROOT, Workspace, job_counts, tiny_run
@@ -222,18 +224,22 @@ def test_plan_of_the_headline_case_in_full(tmp_path):
     (dataset / "shards").mkdir(parents=True)
     (results / "targets/kimi-k2.5").mkdir(parents=True)
     shards = {f"{number:05d}": {"sha256": "0", "n_samples": 64, "n_tokens": 150_000} for number in range(583)}
+    rows = [(f"{shard}{slot}", shard, slot, "train", 2353, [1, 2353]) for shard in shards for slot in range(64)]
+    columns = ["sample_id", "shard", "slot", "split", "n_tokens", "reply_bounds"]
     contents = {
         workspace.run_folder / "conversations.jsonl": "",
-        results / "targets/kimi-k2.5/target.json": "{}",
+        results / "targets/kimi-k2.5/target.json": '{"hidden_size": 7168}',
         **{dataset / f"shards/{shard}.jsonl": "" for shard in shards},
-        dataset / "samples.parquet": "",
         dataset / "rejected.jsonl": "",
         dataset / "shards.json": json.dumps(shards),
     }
     for path, text in contents.items():
         path.write_text(text)
+    pd.DataFrame(rows, columns=columns).to_parquet(dataset / "samples.parquet")
     done = workspace.snakemake("--dry-run")
     planned = job_counts(done.stdout + done.stderr)
     assert planned["extract_hidden_states"] == 583 and "shard_samples" not in planned
     assert planned["train_draft_model"] == planned["measure_acceptance"] == planned["plan_storage"] == 1
     assert "hidden_states/00582/0063.pt" in done.stdout + done.stderr
+    assert "shards 00000 to 00582: all 37,312 missing" in done.stderr
+    assert re.search(r"to compute: 37,312 samples, 87,795,136 tokens, .* \(4\.5. TiB\), no rate", done.stderr)

@@ -19,6 +19,10 @@ Prompt = tuple[Any, Sequence[int], int]
 Reply = tuple[Any, list[int], str]
 
 
+# The module that computes, by the engine's name. (The one of `sglang` arrives with a later version.)
+MODULES = {"transformers": "eagle3lib.engines.transformers", "sglang": "eagle3lib.engines"}
+
+
 @dataclass(frozen=True)
 class States:
     """Hidden states of one sequence: `aux` is a list of L tensors [T, H], `last` [T, H] is POST-norm."""
