@@ -19,6 +19,7 @@ FAULTS = [
     (errno.EDQUOT, "fail_on", TAKES_SPACE),
     (errno.EROFS, "fail_on", CHANGES),
     (errno.EIO, "fail_on", CHANGES),
+    (errno.ESTALE, "fail_on", CHANGES),
     (errno.EIO, "fail_once", CHANGES),
 ]
 IDS = [f"{errno.errorcode[number]}-{action}" for number, action, _ in FAULTS]
