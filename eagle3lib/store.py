@@ -170,7 +170,8 @@ class Store:
         """Remove what a killed writer of these samples left behind (call it under the shard's lock)."""
         for sample in samples:
             for part in self.path(sample).parent.glob(f"{sample}.*.part"):
-                part.unlink(missing_ok=True)
+                if not _being_written(part):
+                    part.unlink(missing_ok=True)
 
     def quarantine(self, path: Path, reason: str) -> None:
         """Set a bad file aside, with the reason, and unlink its names in all datasets: no run takes it for done."""
@@ -242,6 +243,12 @@ def _read_manifest(path: Path) -> dict[str, dict]:
             except (ValueError, KeyError, TypeError):
                 continue
     return records
+
+
+def _being_written(part: Path) -> bool:
+    """By another process of this host: a job of another dataset that has the same sample."""
+    host, pid = part.name.removesuffix(".part").partition(".")[2].rpartition(".")[::2]
+    return host == socket.gethostname() and int(pid) != os.getpid() and Path(f"/proc/{pid}").exists()
 
 
 def _sync_filesystem(folder: Path) -> None:

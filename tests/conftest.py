@@ -1,6 +1,7 @@
 """`--chaos=full`: break everything as often as `make chaos` does; otherwise a seeded few of each kind."""
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -12,16 +13,21 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # the workers of xdist write into the same file
+    if is_main(config) and config.getoption("--chaos") == "full":  # the workers of xdist write into the same file
         os.environ["CHAOS_TALLY"] = str(Path(tempfile.mkdtemp(prefix="chaos-")) / "tally.jsonl")
 
 
 def pytest_unconfigure(config):
     """After pytest's own last word: what was broken, and what came out."""
-    if not hasattr(config, "workerinput") and config.getoption("--chaos") == "full":
+    if is_main(config) and config.getoption("--chaos") == "full":
         from chaos import tally
 
         print(f"\n{tally.table()}\n\n{tally.last_line()}")
+        shutil.rmtree(Path(os.environ.pop("CHAOS_TALLY")).parent)
+
+
+def is_main(config):
+    return not hasattr(config, "workerinput")
 
 
 @pytest.fixture(scope="session")

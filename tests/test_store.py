@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -205,6 +206,17 @@ def test_jobs_side_by_side_mark_the_same_store(store):
         list(pool.map(lambda _: reopened(store).mark_synced(), range(60)))
     assert reopened(store).synced() > 0
     assert not list(store.folder.rglob("*.part"))
+
+
+def test_part_of_a_dead_writer_is_removed_and_that_of_a_living_one_is_not(store):
+    """Two datasets may have the same sample, and their jobs may run side by side."""
+    sample = store.publish(content())["sample_id"]
+    path, host = store.path(sample), socket.gethostname()
+    names = [f"{sample}.{host}.{pid}.part" for pid in (os.getpid(), 999999999, os.getppid())]
+    for name in [*names, f"{sample}.another.host.{os.getppid()}.part"]:
+        (path.parent / name).write_bytes(b"half")
+    store.remove_parts([sample])
+    assert [part.name for part in path.parent.glob("*.part")] == [names[2]]
 
 
 def test_flipped_bits_are_found_by_the_full_check_and_not_loaded(store):

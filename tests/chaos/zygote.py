@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -116,6 +117,11 @@ class Zygote:
 def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # first: threads of libraries inherit it
     import torch
+    from tqdm import tqdm
+
+    # Of multiprocessing it would be one lock for all forks, which a killed one takes with it.
+    tqdm.set_lock(threading.RLock())
+    tqdm.monitor_interval = 0  # no thread: it would not survive the fork
 
     from chaos import jobs  # all that is slow to import
 
