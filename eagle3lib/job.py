@@ -173,6 +173,15 @@ def file_lock(path: str | os.PathLike) -> Iterator[None]:
         os.close(descriptor)
 
 
+def started(pid: int) -> str | None:
+    """Start time of a process that lives (clock ticks since boot): a pid alone may be somebody else's by now."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else rest[18]  # a killed one that nobody waits for is dead too
+
+
 def write_text(path: str | os.PathLike, text: str) -> None:
     with atomic_write(path) as file:
         file.write(text.encode())

@@ -26,7 +26,7 @@ from typing import Any
 from eagle3lib.disk import vanished
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey, content_fault, load_sample
-from eagle3lib.job import append_line, file_lock, fsync_folder, save_tensors, write_json
+from eagle3lib.job import append_line, file_lock, fsync_folder, save_tensors, started, write_json
 from eagle3lib.lineage import file_sha256
 
 SYNC_SECONDS = 60  # so much work is hashed again after an unclean end
@@ -248,7 +248,7 @@ def _read_manifest(path: Path) -> dict[str, dict]:
 def _being_written(part: Path) -> bool:
     """By another process of this host: a job of another dataset that has the same sample."""
     host, pid = part.name.removesuffix(".part").partition(".")[2].rpartition(".")[::2]
-    return host == socket.gethostname() and int(pid) != os.getpid() and Path(f"/proc/{pid}").exists()
+    return host == socket.gethostname() and int(pid) != os.getpid() and started(int(pid)) is not None
 
 
 def _sync_filesystem(folder: Path) -> None:

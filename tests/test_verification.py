@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from eagle3lib import hidden_states, verification
 from eagle3lib.hidden_states import StateKey
+from eagle3lib.job import started
 from eagle3lib.store import Store
 
 KEY = StateKey("fingerprint", (2, 4, 5), "transformers", "float32", "bf16")
@@ -118,3 +120,17 @@ def test_ctrl_c_ends_with_the_report_so_far(store, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         verification.after_unclean_end(store.root)
     assert verification.ended_uncleanly(store.root), "an interrupted check is done again"
+
+
+def test_a_killed_run_that_nobody_has_waited_for_is_dead(store):
+    """As under a container's first process that reaps no children: the pid and its start time are still there."""
+    verification.begin(store.root)
+    session = json.loads((store.root / "session.json").read_text())
+    process = subprocess.Popen(["sleep", "60"])
+    session |= {"pid": process.pid, "started": started(process.pid)}
+    (store.root / "session.json").write_text(json.dumps(session))
+    assert not verification.ended_uncleanly(store.root)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert verification.ended_uncleanly(store.root)
+    process.wait()
