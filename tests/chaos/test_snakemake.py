@@ -47,6 +47,11 @@ def extracted(sharded, tmp_path_factory):
     return workspace
 
 
+def heed_sigint():
+    """A shell's background jobs ignore it, and all that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Run:
     """`snakemake TARGET`, up to the moment in which one of its jobs has stopped itself."""
 
@@ -62,6 +67,7 @@ class Run:
             stdout=self.log,
             stderr=self.log,
             start_new_session=True,
+            preexec_fn=heed_sigint,  # noqa: PLW1509
         )
         self.workspace = workspace
 
@@ -164,13 +170,14 @@ def strike(run, way):
 
 
 def broken_off(workspace, shim, target, fault, way, outcome):
-    """A run that is struck when its first job has stopped; what was finished then. Orphans may still be at work."""
+    """A run that is struck when its first job has stopped; what was finished then."""
     run = Run(workspace, shim, target, fault)
     run.stopped_jobs()
     before = finished(workspace.run_folder)
     strike(run, way)
     code, text = run.end()
     assert code, text
+    wait_for_end_of(workspace)  # orphans end their job
     outcome.trials += 1
     outcome.kills += 1
     return before

@@ -156,6 +156,7 @@ def _trial(by_name: dict[str, Any], request: dict[str, Any]) -> None:
     try:
         os.setsid()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         arguments = request["arguments"]
         world, folder = Path(arguments.pop("world")), Path(arguments.pop("folder"))
         errors = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
