@@ -127,7 +127,7 @@ def test_disk_whose_own_disk_fills(need_shim, zygote, world, tmp_path, times, vo
 def test_power_cut_during_extraction(need_shim, zygote, world, tmp_path, times, volumes):
     """What the filesystem had not yet written is gone; what was finished is there, whole."""
     outcome = Outcome("power cut during extraction (ext4 shut down, its journal not flushed)")
-    for number in some_calls(world, "extract", "power", times(40, 2)):
+    for number in some_calls(world, "extract", "power", times(40, 1)):
         trial = Trial(zygote, world, tmp_path / f"{number}", outcome)
         results = volumes.ext4(trial.folder / "results", trial.folder / "image", 32 * MiB)
         ended = stopped(trial, number)
