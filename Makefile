@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: venv demo demo-smoke report test lint schema lock clean help
+.PHONY: venv demo demo-smoke report test chaos lint schema lock clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -39,6 +39,9 @@ report: venv  ## report.html of a finished run, offline
 
 test: venv  ## all tests (under 12 minutes on two cores)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+
+chaos: venv  ## kill, fill, cut, flip: 700 times; the last line says what was lost
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --chaos=full --dist=worksteal --timeout=1500
 
 lint: .venv-lint/.done venv  ## ruff, snakefmt, codespell, mypy
 	.venv-lint/bin/ruff check .

@@ -17,23 +17,21 @@ from typing import Any
 
 import torch
 
-from eagle3lib.job import HashingFile, atomic_write, write_json
+from eagle3lib.job import atomic_write, save_tensors, write_json
 
 KEEP = 2
 
 
 def save(folder: str | os.PathLike, digest: str, step: int, state: dict[str, Any]) -> Path:
-    """Write a checkpoint, then delete all but the newest two of its digest. Returns the path of its `.pt`."""
+    """Write a checkpoint, then delete all of its digest but the newest two. Returns the path of its `.pt`."""
     path = _path(folder, digest, step)
     # A JSON of an earlier attempt at this step would vouch for the wrong bytes.
     path.with_suffix(".json").unlink(missing_ok=True)
     with atomic_write(path) as file:
-        hashing = HashingFile(file)
-        torch.save(state, hashing)
+        hashing = save_tensors(state, file)
     record = {"digest": digest, "step": step, "bytes": hashing.bytes, "sha256": hashing.sha256.hexdigest()}
     write_json(path.with_suffix(".json"), record)
-    for old in _records(folder, digest)[KEEP:]:
-        _delete(_path(folder, digest, old["step"]))
+    _keep_only(folder, digest, _records(folder, digest)[:KEEP])
     return path
 
 
@@ -50,8 +48,7 @@ def latest(folder: str | os.PathLike, digest: str) -> dict[str, Any] | None:
 
 def clear(folder: str | os.PathLike, digest: str) -> None:
     """Delete the checkpoints of this digest: the training is finished."""
-    for record in _records(folder, digest):
-        _delete(_path(folder, digest, record["step"]))
+    _keep_only(folder, digest, [])
 
 
 def _records(folder: str | os.PathLike, digest: str) -> list[dict[str, Any]]:
@@ -82,7 +79,10 @@ def _path(folder: str | os.PathLike, digest: str, step: int) -> Path:
     return Path(folder) / f"{digest}.{step:09d}.pt"
 
 
-def _delete(path: Path) -> None:
-    # The JSON first: what is left after a crash in between does not count.
-    path.with_suffix(".json").unlink(missing_ok=True)
-    path.unlink(missing_ok=True)
+def _keep_only(folder: str | os.PathLike, digest: str, records: list[dict[str, Any]]) -> None:
+    """Delete all else of this digest, what a kill left half-made included."""
+    kept = {_path(folder, digest, record["step"]).stem for record in records}
+    # Each JSON before its .pt: what is left after a crash in between does not count.
+    for path in sorted(Path(folder).glob(f"{digest}.*")):
+        if path.stem not in kept:
+            path.unlink(missing_ok=True)

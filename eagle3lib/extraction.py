@@ -29,6 +29,7 @@ from eagle3lib.targets import TargetInfo
 # Tokens handed to the engine at once: it packs them into passes, so more is denser; this is also
 # what waits in memory and what a kill can lose.
 TOKENS_IN_FLIGHT = 8192
+BLOCKS = 3 * 4096  # what a sample may take beside its bytes: the ends of its file, its manifest and its folder
 ROW = ("sample_id", "bytes", "sha256")  # of a store's record, what a shard's manifest holds: not when it was written
 
 Records = dict[str, Any]  # sample_id -> the store's record, None: still missing
@@ -95,8 +96,8 @@ class Guard:
         coming = 0
         for sample in batch:
             kept = hidden_states.n_supervising(sample.reply_bounds)
-            form, tokens = key.storage_format, len(sample.input_ids)
-            coming += hidden_states.sample_bytes(tokens, self.hidden_size, len(key.aux_layer_ids), form, kept)
+            shape = (len(sample.input_ids), self.hidden_size, len(key.aux_layer_ids))
+            coming += hidden_states.sample_bytes(*shape, key.storage_format, kept) + BLOCKS
         self.disk.check_room(coming)
 
     def after_each(self) -> None:

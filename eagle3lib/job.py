@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -94,7 +94,8 @@ def atomic_write(path: str | os.PathLike) -> Iterator[IO[bytes]]:
         os.replace(part, path)
         fsync_folder(path.parent)
     except BaseException:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # on a dead volume: the first error is the one to tell
+            part.unlink(missing_ok=True)
         raise
 
 
@@ -103,14 +104,50 @@ class HashingFile:
 
     def __init__(self, file: IO[bytes]):
         self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
+        self.error: OSError | None = None  # the first
 
     def write(self, data: Any) -> int:
         self.sha256.update(data)
         self.bytes += len(data)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
     def flush(self) -> None:
         self.file.flush()
+
+
+def save_tensors(content: Any, file: IO[bytes]) -> HashingFile:
+    """`torch.save`, hashed on the way. What fails is the file's own error, not what torch makes of it."""
+    import torch
+
+    hashing = HashingFile(file)
+    try:
+        torch.save(content, hashing)
+    except RuntimeError:  # the zip writer: "unexpected pos", on top of the error of a write
+        if hashing.error:
+            raise hashing.error from None
+        raise
+    return hashing
+
+
+def append_line(path: str | os.PathLike, value: Any) -> None:
+    """One line of JSON, durable, in one write call: lines of several processes do not mix.
+
+    A line that a full disk tore gets its end first.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
+        line = (("\n" if torn else "") + json.dumps(value) + "\n").encode()
+        while line:  # once, unless the disk is filling up: then the next call says why
+            line = line[os.write(descriptor, line) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def fsync_folder(folder: str | os.PathLike) -> None:
@@ -134,6 +171,15 @@ def file_lock(path: str | os.PathLike) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def started(pid: int) -> str | None:
+    """Start time of a process that lives (clock ticks since boot): a pid alone may be somebody else's by now."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else rest[18]  # a killed one that nobody waits for is dead too
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:

@@ -7,14 +7,15 @@ holds plain values of all that decides the result, times are seconds of the epoc
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle3lib.job import append_line
 from eagle3lib.lineage import digest
 
 PUT_DOWN_SECONDS = 300
@@ -55,18 +56,14 @@ class Work:
     def __enter__(self) -> Work:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.put_down()
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(*[OSError] if failed else []):  # the first error is the one to tell
+            self.put_down()
 
 
 def add(store: Path, entry: Entry) -> None:
-    """Append one line, in one write: several jobs may do so at once."""
-    store.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(store / "ledger.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, (json.dumps(asdict(entry)) + "\n").encode())
-    finally:
-        os.close(descriptor)
+    """Append one line. The store is there: a vanished volume is not replaced."""
+    append_line(store / "ledger.jsonl", asdict(entry))
 
 
 def read(store: Path) -> list[Entry]:

@@ -26,7 +26,7 @@ from typing import Any
 from eagle3lib.disk import vanished
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import FORMATS, StateKey, content_fault, convertible, load_sample, missing_rows
-from eagle3lib.job import HashingFile, fsync_folder, write_json
+from eagle3lib.job import append_line, file_lock, fsync_folder, save_tensors, started, write_json
 from eagle3lib.lineage import file_sha256
 
 SYNC_SECONDS = 60  # so much work is hashed again after an unclean end
@@ -44,10 +44,8 @@ class Store:
 
     def prepare(self) -> None:
         """Make the folder, with what its key stands for. Nothing later does: a vanished volume is not replaced."""
-        record = self.folder / "key.json"
-        if not record.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(record, self.key.values())
+        if not (self.folder / "key.json").exists():
+            self._write("key.json", self.key.values())
 
     def convertible_from(self) -> list[Store]:
         """Stores of the same states in a format that ours can be made from, the most exact first."""
@@ -123,8 +121,6 @@ class Store:
 
     def publish(self, content: dict[str, Any]) -> dict[str, Any]:
         """Write one sample; return its record. Nothing appears under its name unless it is whole."""
-        import torch
-
         sample = content["meta"]["sample_id"]
         path = self.path(sample)
         if not path.parent.exists():
@@ -132,8 +128,7 @@ class Store:
         part = path.with_name(f"{sample}.{socket.gethostname()}.{os.getpid()}.part")
         try:
             with open(part, "wb") as raw:
-                hashing = HashingFile(raw)
-                torch.save(content, hashing)
+                hashing = save_tensors(content, raw)
                 raw.flush()
                 start = time.monotonic()
                 os.fsync(raw.fileno())
@@ -162,7 +157,12 @@ class Store:
         """Have the filesystem write out all it holds, then say until when that is true."""
         self._marked, now = time.monotonic(), time.time()
         _sync_filesystem(self.folder)
-        write_json(self.folder / "synced.json", {"time": now})
+        self._write("synced.json", {"time": now})
+
+    def _write(self, name: str, value: dict[str, Any]) -> None:
+        """Jobs side by side would share its `.part`: one after the other."""
+        with file_lock(self.folder / "locks" / f"{name}.lock"):
+            write_json(self.folder / name, value)
 
     def synced(self) -> float:
         """Files written before this time (seconds of the epoch) are on the disk."""
@@ -175,7 +175,8 @@ class Store:
         """Remove what a killed writer of these samples left behind (call it under the shard's lock)."""
         for sample in samples:
             for part in self.path(sample).parent.glob(f"{sample}.*.part"):
-                part.unlink(missing_ok=True)
+                if not _being_written(part):
+                    part.unlink(missing_ok=True)
 
     def quarantine(self, path: Path, reason: str) -> None:
         """Set a bad file aside, with the reason, and unlink its names in all datasets: no run takes it for done."""
@@ -192,18 +193,7 @@ class Store:
 
     def _append(self, record: dict[str, Any]) -> dict[str, Any]:
         record = {**record, "written": round(time.time(), 3)}
-        manifest = self.folder / record["sample_id"][:2] / "manifest.jsonl"
-        descriptor = os.open(manifest, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            # One write call: lines of several processes do not mix. A line that a full disk tore gets its end first.
-            size = os.fstat(descriptor).st_size
-            torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
-            line = ("\n" if torn else "") + json.dumps(record) + "\n"
-            if os.write(descriptor, line.encode()) != len(line):
-                raise OSError(28, os.strerror(28), str(manifest))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        append_line(self.folder / record["sample_id"][:2] / "manifest.jsonl", record)
         self._manifests.setdefault(record["sample_id"][:2], {})[record["sample_id"]] = record
         return record
 
@@ -247,16 +237,23 @@ def set_aside(name: Path, reason: str) -> bool:
 
 
 def _read_manifest(path: Path) -> dict[str, dict]:
-    """Lines by sample; a later line wins, a torn one (a crash or a full disk while appending) is passed over."""
+    """Lines by sample; a later one wins, a torn or damaged one (a crash, a full disk, a flipped bit) is passed over."""
     records: dict[str, dict] = {}
     if path.exists():
         for line in path.read_text("utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
-                records[record["sample_id"]] = record
+                if isinstance(record["bytes"], int) and isinstance(record["sha256"], str):
+                    records[record["sample_id"]] = record
             except (ValueError, KeyError, TypeError):
                 continue
     return records
+
+
+def _being_written(part: Path) -> bool:
+    """By another process of this host: a job of another dataset that has the same sample."""
+    host, pid = part.name.removesuffix(".part").partition(".")[2].rpartition(".")[::2]
+    return host == socket.gethostname() and int(pid) != os.getpid() and started(int(pid)) is not None
 
 
 def _sync_filesystem(folder: Path) -> None:
@@ -273,6 +270,7 @@ def _sync_filesystem(folder: Path) -> None:
 
 def link(source: Path, destination: Path) -> None:
     """Make `destination` a hard link to `source`, replacing what stands there."""
+    source.stat()  # before any folder is made: a vanished volume is not replaced
     destination.parent.mkdir(parents=True, exist_ok=True)
     if destination.exists() and destination.samefile(source):
         return

@@ -14,6 +14,7 @@ In `folder`: `model.safetensors` (by the names of `DraftModel.trainable()`, fp32
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -38,10 +39,11 @@ from torch import Tensor
 
 from eagle3lib import __version__, checkpoint, targets
 from eagle3lib.config import DraftConfig, TrainingConfig, plain
+from eagle3lib.disk import vanished
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import content_fault, load_sample, unpack
-from eagle3lib.job import Progress, atomic_write, write_json
+from eagle3lib.job import Progress, atomic_write, file_lock, write_json
 from eagle3lib.lineage import file_sha256
 from eagle3lib.store import set_aside
 from eagle3lib.targets import TargetInfo
@@ -431,6 +433,8 @@ class Trainer:
         self.saved_at = time.monotonic()
         if self.ranks.rank:
             return
+        if not self.folder.exists():  # a checkpoint must not make it again below a volume that is gone
+            raise vanished(self.folder)
         state = {
             "model": {name: p.detach() for name, p in self.parameters.items()},
             "optimizer": self.optimizer.state_dict(),
@@ -520,7 +524,10 @@ def _finished(job: Job) -> dict[str, Any] | None:
         whole = result["digest"] == job.digest and file_sha256(folder / "model.safetensors") == result["weights_sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return result if whole else None
+    if not whole:
+        return None
+    checkpoint.clear(folder / "checkpoints", job.digest)  # a kill may have come in between
+    return result
 
 
 class Log:
@@ -566,7 +573,8 @@ class Log:
     def __exit__(self, *_: object) -> None:
         if self.writes and hasattr(self, "file"):
             self.file.close()
-            self.board.close()
+            with contextlib.suppress(OSError):  # curves for the eye: they must not hide why the training ends
+                self.board.close()
 
 
 # --- several processes -------------------------------------------------------------------------------------------
@@ -651,6 +659,12 @@ def main() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - rank 0 speaks for all
     if job.training.gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # Ranks of a killed training may still be writing their last checkpoint.
+    with file_lock(Path(job.folder) / f"rank{os.environ['RANK']}.lock"):
+        _work(job)
+
+
+def _work(job: Job) -> None:
     dist.init_process_group("nccl" if job.training.gpus else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         train(job)

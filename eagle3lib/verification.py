@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle3lib.job import Progress, write_json
+from eagle3lib.job import Progress, started, write_json
 from eagle3lib.store import Store, open_stores
 
 SAMPLE_OF_THE_REST = 0.01
@@ -109,7 +109,7 @@ def ended_uncleanly(root: Path) -> bool:
     here = _this_process()
     if any(session.get(name) != here[name] for name in ("host", "boot")):
         return True
-    return _started(session.get("pid", 0)) != session.get("started")
+    return started(session.get("pid", 0)) != session.get("started")
 
 
 def suspects(root: Path) -> list[tuple[Store, dict[str, Any]]]:
@@ -149,12 +149,4 @@ def _session(root: Path) -> Path:
 
 def _this_process() -> dict[str, Any]:
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else None
-    return {"host": socket.gethostname(), "boot": boot, "pid": os.getpid(), "started": _started(os.getpid())}
-
-
-def _started(pid: int) -> str | None:
-    """Start time of a process (clock ticks since boot): a pid alone may be somebody else's by now."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None
+    return {"host": socket.gethostname(), "boot": boot, "pid": os.getpid(), "started": started(os.getpid())}

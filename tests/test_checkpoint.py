@@ -75,3 +75,14 @@ def test_other_settings_are_never_picked_up(tmp_path):
 
 def test_no_folder_yet(tmp_path):
     assert checkpoint.latest(tmp_path / "none", "a") is None
+
+
+def test_what_a_kill_left_goes_with_the_next_checkpoint(tmp_path):
+    leftovers = ["a.000000002.pt", "a.000000005.pt.part", "a.000000009.json.part"]
+    for name in [*leftovers, "b.000000002.pt"]:
+        (tmp_path / name).write_bytes(b"half")
+    checkpoint.save(tmp_path, "a", 9, state(9))
+    assert names(tmp_path) == ["a.000000009.json", "a.000000009.pt", "b.000000002.pt"]
+    (tmp_path / leftovers[0]).write_bytes(b"half")
+    checkpoint.clear(tmp_path, "a")
+    assert names(tmp_path) == ["b.000000002.pt"], "another training's is not ours to delete"

@@ -85,12 +85,12 @@ def test_states_are_those_of_transformers(shard, target):
 
 def test_second_run_opens_no_engine_and_changes_nothing(shard, target):
     outputs, manifest, _, counts = run(shard, target)
-    assert counts == {"found": 0, "computed": 4}
+    assert counts == {"found": 0, "converted": 0, "computed": 4}
     before = [(p.stat().st_ino, file_sha256(p)) for p in outputs], manifest.read_bytes()
     for output in outputs:
         output.unlink()
     _, _, engine, counts = run(shard, target)
-    assert (engine.opened, counts) == (0, {"found": 4, "computed": 0})
+    assert (engine.opened, counts) == (0, {"found": 4, "converted": 0, "computed": 0})
     assert ([(p.stat().st_ino, file_sha256(p)) for p in outputs], manifest.read_bytes()) == before
 
 
@@ -104,7 +104,7 @@ def test_only_the_missing_samples_are_computed(shard, target):
         store.path(rows[slot]["sample_id"]).unlink()
         outputs[slot].unlink()
     _, _, engine, counts = run(shard, target)
-    assert counts == {"found": 2, "computed": 2}
+    assert counts == {"found": 2, "converted": 0, "computed": 2}
     assert sorted(engine.asked) == sorted(tuple(rows[slot]["input_ids"]) for slot in (1, 3))
     assert outputs[0].stat().st_ino == kept
     assert manifest.read_bytes() == before
@@ -125,7 +125,7 @@ def test_killed_in_the_middle_keeps_what_was_finished(shard, target, monkeypatch
         run(shard, target)
     monkeypatch.undo()
     _, _, engine, counts = run(shard, target)
-    assert counts == {"found": 2, "computed": 2}
+    assert counts == {"found": 2, "converted": 0, "computed": 2}
     assert not {hidden_states.sample_id(ids) for ids in engine.asked} & set(done)
 
 
@@ -225,7 +225,7 @@ def test_one_sample_without_usable_states_costs_no_other(shard, target, monkeypa
     with pytest.raises(UserError, match=r"1 samples have no usable states; the others are kept\. .*layer 2"):
         run(shard, target)
     monkeypatch.undo()
-    assert run(shard, target)[3] == {"found": 3, "computed": 1}
+    assert run(shard, target)[3] == {"found": 3, "converted": 0, "computed": 1}
 
 
 def test_work_is_put_down_with_its_tokens(shard, target):
@@ -240,9 +240,8 @@ def test_work_is_put_down_with_its_tokens(shard, target):
 def test_plan_counts_what_is_there_and_what_is_to_come(shard, target):
     run(shard, target)
     rows = [json.loads(line) for line in shard.read_text().splitlines()]
-    samples = pd.DataFrame(
-        {"sample_id": [r["sample_id"] for r in rows], "n_tokens": [len(r["input_ids"]) for r in rows]}
-    )
+    columns = {"sample_id": [r["sample_id"] for r in rows], "n_tokens": [len(r["input_ids"]) for r in rows]}
+    samples = pd.DataFrame(columns | {"reply_bounds": [r["reply_bounds"] for r in rows]})
     store = Store(shard.parent / "store", KEY)
     forecast, now = overview.storage_plan(samples, store, 32, ROOMY)
     written = sum(record["bytes"] for record in store.records())

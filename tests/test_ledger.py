@@ -67,3 +67,23 @@ def test_differences_name_the_setting():
     old = {"training": {"lr": 1e-4, "epochs": 5}, "code": "a"}
     new = {"training": {"lr": 5e-5, "epochs": 5}, "code": "b", "more": json.loads("null")}
     assert ledger.differences(old, new) == ["training.lr: 0.0001 -> 5e-05", 'code: "a" -> "b"']
+
+
+def test_vanished_store_is_not_made_again(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        ledger.add(tmp_path / "store", entry(1, 2))
+    assert not list(tmp_path.iterdir())
+
+
+def test_first_error_is_told_when_the_ledger_cannot_be_written_either(tmp_path):
+    with pytest.raises(OSError, match="the disk is full"), Work(tmp_path / "gone", "states", "n", {}) as work:
+        work.count(1, 10)
+        raise OSError("the disk is full")
+
+
+def test_torn_line_costs_no_other(tmp_path):
+    ledger.add(tmp_path, entry(1, 2))
+    with open(tmp_path / "ledger.jsonl", "a") as file:
+        file.write('{"kind": "sta')
+    ledger.add(tmp_path, entry(2, 3))
+    assert len(ledger.read(tmp_path)) == 2

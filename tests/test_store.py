@@ -4,12 +4,14 @@ import errno
 import json
 import os
 import shutil
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from eagle3lib import hidden_states
+from eagle3lib import hidden_states, job
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey
 from eagle3lib.lineage import file_sha256
@@ -121,6 +123,15 @@ def test_torn_manifest_line_is_passed_over(store):
     assert reopened(store).find(record["sample_id"]) == record
 
 
+@pytest.mark.parametrize("name", ["sample_id", "bytes", "sha256"])
+def test_manifest_line_with_a_damaged_name_is_passed_over(store, name):
+    record = store.publish(content())
+    manifest = store.path(record["sample_id"]).parent / "manifest.jsonl"
+    manifest.write_text(manifest.read_text().replace(f'"{name}"', f'"{name.upper()}"'))
+    found = reopened(store).find(record["sample_id"])
+    assert (found["bytes"], found["sha256"]) == (record["bytes"], record["sha256"]), "hashed again, not made again"
+
+
 def test_failed_write_leaves_nothing(store, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -146,7 +157,39 @@ def test_vanished_volume_is_not_replaced_by_a_folder(store):
     shutil.rmtree(store.root)
     with pytest.raises(UserError, match="gone while it was in use"):
         reopened(store).publish(content())
-    assert not store.root.exists() and record
+    with pytest.raises(FileNotFoundError):
+        link(store.path(record["sample_id"]), store.root / "dataset" / "0000.pt")
+    assert not store.root.exists()
+
+
+def test_failing_disk_is_told_not_what_torch_makes_of_it(store, monkeypatch):
+    """Of one write that fails, torch's zip writer says "unexpected pos 6912 vs 6864"."""
+    write, calls = job.HashingFile.write, []
+
+    def fails_once(self, data):
+        calls.append(data)
+        if len(calls) == 9:
+            monkeypatch.setattr(self, "file", FailingFile(self.file))
+        return write(self, data)
+
+    monkeypatch.setattr(job.HashingFile, "write", fails_once)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.publish(content())
+    assert not list(store.folder.rglob("*.part"))
+
+
+class FailingFile:
+    def __init__(self, file):
+        self.file, self.failed = file, False
+
+    def write(self, data):
+        if self.failed:
+            return self.file.write(data)
+        self.failed = True
+        raise OSError(errno.EIO, "Input/output error")
+
+    def flush(self):
+        self.file.flush()
 
 
 def test_torn_line_of_a_full_disk_spoils_no_later_one(store):
@@ -155,6 +198,25 @@ def test_torn_line_of_a_full_disk_spoils_no_later_one(store):
     manifest.write_bytes(manifest.read_bytes() + b'{"sample_id": "ab')
     again = reopened(store).publish(content())
     assert reopened(store).record(record["sample_id"]) == again
+
+
+def test_jobs_side_by_side_mark_the_same_store(store):
+    """Two shards of one key end at the same time."""
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: reopened(store).mark_synced(), range(60)))
+    assert reopened(store).synced() > 0
+    assert not list(store.folder.rglob("*.part"))
+
+
+def test_part_of_a_dead_writer_is_removed_and_that_of_a_living_one_is_not(store):
+    """Two datasets may have the same sample, and their jobs may run side by side."""
+    sample = store.publish(content())["sample_id"]
+    path, host = store.path(sample), socket.gethostname()
+    names = [f"{sample}.{host}.{pid}.part" for pid in (os.getpid(), 999999999, os.getppid())]
+    for name in [*names, f"{sample}.another.host.{os.getppid()}.part"]:
+        (path.parent / name).write_bytes(b"half")
+    store.remove_parts([sample])
+    assert [part.name for part in path.parent.glob("*.part")] == [names[2]]
 
 
 def test_flipped_bits_are_found_by_the_full_check_and_not_loaded(store):

@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from eagle3lib import training
+from eagle3lib import checkpoint, training
 from eagle3lib.config import DraftConfig, TrainingConfig
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
@@ -183,6 +183,22 @@ def test_a_finished_training_is_returned_and_other_settings_train_anew(world, tm
     assert again["weights_sha256"] == other["weights_sha256"]
 
 
+def test_killed_between_its_record_and_its_end_leaves_no_checkpoint(world, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "clear", lambda *_: None)
+        first = run(world, tmp_path)
+    assert list((tmp_path / "checkpoints").iterdir())
+    assert run(world, tmp_path) == first
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_vanished_volume_is_not_replaced_by_a_folder(world, tmp_path):
+    folder = tmp_path / "draft"
+    with pytest.raises(UserError, match="draft: gone while it was in use"):
+        run(world, folder, stop=lambda step: step == 2 and bool(folder.rename(tmp_path / "elsewhere")))
+    assert not folder.exists()
+
+
 def test_checkpoint_of_other_settings_is_not_resumed(world, tmp_path):
     with pytest.raises(Interrupted):
         run(world, tmp_path, stop=lambda step: step == 3)
@@ -254,7 +270,7 @@ def test_samples_that_do_not_fit_are_refused(world, tmp_path):
     stored = torch.load(world[2][0].path)
     stored["hidden_states"][1][4, 2] = float("nan")
     torch.save(stored, tmp_path / "nan.pt")
-    with pytest.raises(UserError, match=r"nan\.pt: holds NaN"):
+    with pytest.raises(UserError, match=r"nan\.pt: layer . holds values that are not finite"):
         changed(world, tmp_path, path=str(tmp_path / "nan.pt"))
     with pytest.raises(UserError, match="no sample is in the split 'train'"):
         held_out = [s for s in world[2] if s.split == "validation"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from eagle3lib import hidden_states, verification
 from eagle3lib.hidden_states import StateKey
+from eagle3lib.job import started
 from eagle3lib.store import Store
 
 KEY = StateKey("fingerprint", (2, 4, 5), "transformers", "float32", "bf16")
@@ -79,7 +81,7 @@ def test_after_an_unclean_end_what_the_sync_mark_does_not_cover_is_hashed(store,
 
 def test_a_seeded_share_of_the_rest_is_hashed_too(store):
     publish(store, 400)
-    store.mark_synced()
+    (store.folder / "synced.json").write_text('{"time": 4e9}')  # the seed, too
     drawn = verification.suspects(store.root)
     assert 0 < len(drawn) < 20
     assert [r for _, r in drawn] == [r for _, r in verification.suspects(store.root)]
@@ -118,3 +120,17 @@ def test_ctrl_c_ends_with_the_report_so_far(store, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         verification.after_unclean_end(store.root)
     assert verification.ended_uncleanly(store.root), "an interrupted check is done again"
+
+
+def test_a_killed_run_that_nobody_has_waited_for_is_dead(store):
+    """As under a container's first process that reaps no children: the pid and its start time are still there."""
+    verification.begin(store.root)
+    session = json.loads((store.root / "session.json").read_text())
+    process = subprocess.Popen(["sleep", "60"])
+    session |= {"pid": process.pid, "started": started(process.pid)}
+    (store.root / "session.json").write_text(json.dumps(session))
+    assert not verification.ended_uncleanly(store.root)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert verification.ended_uncleanly(store.root)
+    process.wait()

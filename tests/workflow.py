@@ -110,12 +110,19 @@ class Workspace:
 
 def tiny_run(folder: Path, samples: int, shard_size: int) -> Workspace:
     """A finished run on a random target: all rules, in half a minute."""
+    workspace = tiny_workspace(folder, samples, shard_size)
+    workspace.snakemake()
+    return workspace
+
+
+def tiny_workspace(folder: Path, samples: int, shard_size: int) -> Workspace:
+    """A random target, conversations, prompts, and a configuration; nothing has run."""
     inputs = folder / "inputs"
     inputs.mkdir(parents=True)
     make_target(inputs / "target")
     write_conversations(inputs / "talk.jsonl", samples)
     write_conversations(inputs / "prompts.jsonl", 3)
-    workspace = Workspace(
+    return Workspace(
         folder,
         {
             "target": {"name": "tiny", "model": "../inputs/target"},
@@ -137,8 +144,6 @@ def tiny_run(folder: Path, samples: int, shard_size: int) -> Workspace:
             },
         },
     )
-    workspace.snakemake()
-    return workspace
 
 
 def job_counts(text: str) -> Counter:

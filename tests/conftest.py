@@ -1,0 +1,37 @@
+"""`--chaos=full`: break everything as often as `make chaos` does; otherwise a seeded few of each kind."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--chaos", choices=("short", "full"), default="short", help="how often tests/chaos breaks things")
+
+
+def pytest_configure(config):
+    if is_main(config) and config.getoption("--chaos") == "full":  # the workers of xdist write into the same file
+        os.environ["CHAOS_TALLY"] = str(Path(tempfile.mkdtemp(prefix="chaos-")) / "tally.jsonl")
+
+
+def pytest_unconfigure(config):
+    """After pytest's own last word: what was broken, and what came out."""
+    if is_main(config) and config.getoption("--chaos") == "full":
+        from chaos import tally
+
+        print(f"\n{tally.table()}\n\n{tally.last_line()}")
+        shutil.rmtree(Path(os.environ.pop("CHAOS_TALLY")).parent)
+
+
+def is_main(config):
+    return not hasattr(config, "workerinput")
+
+
+@pytest.fixture(scope="session")
+def times(request):
+    """times(200, 4): 200 trials of `make chaos`, 4 of `make test`."""
+    full = request.config.getoption("--chaos") == "full"
+    return lambda many, few: many if full else few
