@@ -18,7 +18,9 @@ except UserError as error:
 
 METADATA, RECORDS = Path(".snakemake/metadata"), planning.STORE / "records"
 if workflow.is_main_process and records.keep(METADATA, RECORDS):
-    print(f".snakemake was lost: its records are put back from {RECORDS}", file=sys.stderr)
+    print(
+        f".snakemake was lost: its records are put back from {RECORDS}", file=sys.stderr
+    )
 
 TARGET = "results/targets/{target}"
 DATASET = "results/{target}/{dataset}"
