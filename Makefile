@@ -37,8 +37,11 @@ CONFIG ?= config/config.yaml
 report: venv  ## report.html of a finished run, offline
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --configfile $(CONFIG) --report report.html
 
-test: venv  ## all tests (under 12 minutes on two cores)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+test: venv  ## all tests but the next (under 12 minutes on two cores)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --ignore=tests/test_durability.py
+
+test-durability: venv  ## whole workflows that lose files, records and room, and go on
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --dist=worksteal tests/test_durability.py
 
 chaos: venv  ## kill, fill, cut, flip: 700 times; the last line says what was lost
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --chaos=full --dist=worksteal --timeout=1500
