@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: venv demo demo-smoke report test chaos lint schema lock clean help
+.PHONY: venv demo demo-smoke report test test-durability chaos lint schema lock clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
