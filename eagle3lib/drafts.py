@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from eagle3lib import ledger, shards, training
+from eagle3lib import ledger, training
 from eagle3lib.job import file_lock, write_json
 from eagle3lib.lineage import digest, file_sha256
 from eagle3lib.store import link
@@ -54,10 +54,12 @@ def make_job(
     states_folder: Path,
     store: Path,
     mapping: str,
+    dataset: str,
     shaping: dict[str, Any],
     **sections: Any,
 ) -> Job:
-    """The training of a dataset; `shaping` is everything else that decides the result (settings, key, code)."""
-    identity = digest([shards.dataset_digest(table), file_sha256(mapping), shaping], 32)
+    """The training of a dataset (`shards.dataset_digest`); `shaping` is everything else that decides the result
+    (settings, key, code)."""
+    identity = digest([dataset, file_sha256(mapping), shaping], 32)
     folder = str(store / "drafts" / identity)
     return Job(samples_of(table, states_folder), mapping=mapping, folder=folder, digest=identity, **sections)

@@ -92,13 +92,11 @@ class Guard:
         self.store, self.hidden_size, self.disk = store, hidden_size, Disk(store.folder, storage)
 
     def before(self, batch: Sequence[Sample]) -> None:
-        key = self.store.key
-        coming = 0
-        for sample in batch:
-            kept = hidden_states.n_supervising(sample.reply_bounds)
-            shape = (len(sample.input_ids), self.hidden_size, len(key.aux_layer_ids))
-            coming += hidden_states.sample_bytes(*shape, key.storage_format, kept) + BLOCKS
-        self.disk.check_room(coming)
+        sizes = (
+            hidden_states.stored_bytes(self.store.key, self.hidden_size, len(s.input_ids), s.reply_bounds)
+            for s in batch
+        )
+        self.disk.check_room(sum(size + BLOCKS for size in sizes))
 
     def after_each(self) -> None:
         self.disk.check_fsync(self.store.fsync_seconds)

@@ -69,6 +69,11 @@ def sample_bytes(
     return values + scales + n_tokens * 16 + trimmed * kept * 8 + 3072 + 256 * n_aux
 
 
+def stored_bytes(key: StateKey, hidden_size: int, n_tokens: int, reply_bounds: Sequence[int]) -> int:
+    """`sample_bytes` of a sample under a key."""
+    return sample_bytes(n_tokens, hidden_size, len(key.aux_layer_ids), key.storage_format, n_supervising(reply_bounds))
+
+
 def convertible(source: str, destination: str) -> bool:
     """Can states of one storage format be turned into the other without the target? (Rows may still be missing.)"""
     return (

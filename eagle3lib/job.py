@@ -136,7 +136,7 @@ def save_tensors(content: Any, file: IO[bytes]) -> HashingFile:
 def append_line(path: str | os.PathLike, value: Any) -> None:
     """One line of JSON, durable, in one write call: lines of several processes do not mix.
 
-    A line that a full disk tore gets its end first.
+    A line that a full disk tore gets its end first. `read_lines` reads them back.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -148,6 +148,21 @@ def append_line(path: str | os.PathLike, value: Any) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    if not size:
+        fsync_folder(os.path.dirname(path) or ".")
+
+
+def read_lines(path: str | os.PathLike) -> Iterator[Any]:
+    """The values of a file of `append_line`, none of a file that is not there.
+
+    A line that is torn or damaged (a crash, a full disk, a flipped bit) is passed over.
+    """
+    if not os.path.exists(path):
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                yield json.loads(line)
 
 
 def fsync_folder(folder: str | os.PathLike) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3lib.job import append_line
+from eagle3lib.job import append_line, read_lines
 from eagle3lib.lineage import digest
 
 PUT_DOWN_SECONDS = 300
@@ -68,13 +68,10 @@ def add(store: Path, entry: Entry) -> None:
 
 def read(store: Path) -> list[Entry]:
     """All lines; one that a crash tore is passed over."""
-    path, entries = store / "ledger.jsonl", []
-    if path.exists():
-        for line in path.read_text("utf-8", errors="replace").splitlines():
-            try:
-                entries.append(Entry(**json.loads(line)))
-            except (ValueError, TypeError):
-                continue
+    entries = []
+    for line in read_lines(store / "ledger.jsonl"):
+        with contextlib.suppress(TypeError):
+            entries.append(Entry(**line))
     return entries
 
 
@@ -100,6 +97,7 @@ class Redo:
 
     kind: str
     name: str
+    finished: dict[str, Any]  # what shaped it
     causes: list[str]
     samples: int
     hours: float
@@ -122,7 +120,8 @@ def redo(entries: Iterable[Entry], kind: str, name: str, shaping: dict[str, Any]
     latest = done[-1].shaping
     lost = [e for e in done if e.shaping == latest]
     samples = sum(e.samples for e in lost)
-    return Redo(kind, name, differences(latest, shaping), samples, seconds(lost) / 3600, digest([kind, name, shaping]))
+    hours, token = seconds(lost) / 3600, digest([kind, name, shaping])
+    return Redo(kind, name, latest, differences(latest, shaping), samples, hours, token)
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -23,8 +23,10 @@ from eagle3lib.hidden_states import StateKey
 from eagle3lib.ledger import Redo
 from eagle3lib.plan import STORE, Plan, Run
 from eagle3lib.store import Store, open_stores
+from eagle3lib.targets import TargetInfo
 
 FORECAST_COLUMNS = ["sample_id", "n_tokens", "reply_bounds"]
+NOT_READY = (OSError, ValueError, TypeError)  # of reading what is not there yet, or is of an earlier version
 NAMED_SLOTS = 8  # a line names so many slots at most
 
 
@@ -40,16 +42,14 @@ def refuse(plan: Plan) -> None:
 
 def missing(plan: Plan) -> str:
     """Which samples have no hidden states yet, shard by shard, and what they will take."""
-    names = list(dict.fromkeys((r.cfg.target.name, r.cfg.dataset.name, r.key.short) for r in plan.runs))
-    runs = {(r.cfg.target.name, r.cfg.dataset.name, r.key.short): r for r in reversed(plan.runs)}
-    return "\n".join(_missing_of(runs[name]) for name in names) + "\n"
+    return "\n".join(map(_missing_of, plan.runs_by_states)) + "\n"
 
 
 def _missing_of(run: Run) -> str:
     target, dataset, key, _ = run.names.values()
     head = f"{target} / {dataset} / {key}"
-    folder = planning.RESULTS / target / dataset
-    if not (folder / "shards.json").exists() or not (folder / "samples.parquet").exists():
+    folder = run.samples_file.parent
+    if not (folder / "shards.json").exists() or not run.samples_file.exists():
         return f"{head}: not sharded yet; `snakemake samples` does that"
     about = planning.read_shards(folder / "shards.json")
     absent = {shard: _absent(folder / key / "hidden_states" / shard, about[shard]["n_samples"]) for shard in about}
@@ -57,7 +57,7 @@ def _missing_of(run: Run) -> str:
     total = sum(one["n_samples"] for one in about.values())
     if not absent:
         return f"{head}: nothing missing, {total:,} samples"
-    return "\n".join([f"{head}:", *_shard_lines(absent, about), *_totals(run, folder, absent, total)])
+    return "\n".join([f"{head}:", *_shard_lines(absent, about), *_totals(run, absent, total)])
 
 
 def _absent(folder: Path, slots: int) -> list[int]:
@@ -91,10 +91,10 @@ def _shard_lines(absent: dict[str, list[int]], about: dict[str, dict]) -> Iterat
             yield f"  shard {these[0]}: {len(slots)} of {about[these[0]]['n_samples']} missing: {named}"
 
 
-def _totals(run: Run, folder: Path, absent: dict[str, list[int]], total: int) -> Iterator[str]:
+def _totals(run: Run, absent: dict[str, list[int]], total: int) -> Iterator[str]:
     import pandas as pd
 
-    table = pd.read_parquet(folder / "samples.parquet", columns=["shard", "slot", *FORECAST_COLUMNS])
+    table = pd.read_parquet(run.samples_file, columns=["shard", "slot", *FORECAST_COLUMNS])
     wanted = {(shard, slot) for shard, slots in absent.items() for slot in slots}
     table = table[[place in wanted for place in zip(table["shard"], table["slot"], strict=True)]]
     store = Store(STORE, run.key)
@@ -108,10 +108,9 @@ def _totals(run: Run, folder: Path, absent: dict[str, list[int]], total: int) ->
 
 
 def _bytes(run: Run, samples: Any) -> str:
-    info = planning.RESULTS / "targets" / run.cfg.target.name / "target.json"
     try:
-        return size(sum(_sizes(samples, run.key, planning.hidden_size(info))))
-    except (OSError, ValueError, KeyError):
+        return size(sum(_sizes(samples, run.key, TargetInfo.read(run.target_file).hidden_size)))
+    except NOT_READY:
         return "bytes unknown (no target.json yet)"
 
 
@@ -145,25 +144,20 @@ def storage_plan(
 
 def _sizes(samples: Any, key: StateKey, hidden_size: int) -> list[int]:
     """Bytes that each sample takes in the store."""
-    n_aux, form = len(key.aux_layer_ids), key.storage_format
     lengths = zip(samples["n_tokens"].tolist(), samples["reply_bounds"], strict=True)
-    return [
-        hidden_states.sample_bytes(n, hidden_size, n_aux, form, hidden_states.n_supervising(bounds))
-        for n, bounds in lengths
-    ]
+    return [hidden_states.stored_bytes(key, hidden_size, n, bounds) for n, bounds in lengths]
 
 
 def check_room(plan: Plan) -> None:
     """Refuse a run whose missing states do not fit, each time one starts: others may have filled the disk since."""
     import pandas as pd
 
-    for run in plan.runs:
-        folder = planning.RESULTS / run.cfg.target.name
+    for run in plan.runs_by_states:
         try:
-            samples = pd.read_parquet(folder / run.cfg.dataset.name / "samples.parquet", columns=FORECAST_COLUMNS)
-            hidden_size = planning.hidden_size(planning.RESULTS / "targets" / run.cfg.target.name / "target.json")
-        except (OSError, ValueError, KeyError):
-            continue  # not there yet: `plan_storage` comes before the first byte
+            samples = pd.read_parquet(run.samples_file, columns=FORECAST_COLUMNS)
+            hidden_size = TargetInfo.read(run.target_file).hidden_size
+        except NOT_READY:
+            continue  # `plan_storage` comes before the first byte
         _, now = storage_plan(samples, Store(STORE, run.key), hidden_size, run.cfg.storage)
         if now["bytes_to_come"]:
             check_plan(now, run.cfg.storage)
@@ -184,19 +178,18 @@ def redo(plan: Plan) -> list[Redo]:
 
 
 def _redo_of(run: Run, plan: Plan, entries: list[ledger.Entry]) -> Iterator[Redo]:
-    if run.cfg.regenerate.enabled and (one := ledger.redo(entries, "replies", run.dataset_name, run.reply_shaping())):
+    name, key = planning.dataset_name(run.cfg), run.key
+    if run.cfg.regenerate.enabled and (one := ledger.redo(entries, "replies", name, run.reply_shaping())):
         yield one
     shaping = _draft_shaping(run)
     if shaping is None:
         return
     # What another run of this configuration asks for is not given up.
-    current = [other.key.values() for other in plan.runs if other.key != run.key]
-    states = [e for e in entries if e.kind == "states" and e.shaping not in current]
-    if one := ledger.redo(states, "states", run.dataset_name, run.key.values()):
-        old = [e for e in states if e.name == run.dataset_name][-1].shaping
-        share = _share(Store(STORE, StateKey.of(old)), Store(STORE, run.key), run)
+    current = [other.key.values() for other in plan.runs if other.key != key]
+    if one := ledger.redo([e for e in entries if e.shaping not in current], "states", name, key.values()):
+        share = _share(Store(STORE, StateKey.of(one.finished)), Store(STORE, key), run)
         yield replace(one, samples=round(one.samples * share), hours=one.hours * share)
-    if one := ledger.redo(entries, "draft", planning.draft_name(run.cfg, run.key.values()), shaping):
+    if one := ledger.redo(entries, "draft", planning.draft_name(run.cfg, key), shaping):
         yield one
 
 
@@ -207,8 +200,7 @@ def _share(old: Store, new: Store, run: Run) -> float:
     if old.folder in [source.folder for source in new.convertible_from()]:
         return 0.0
     finished = {record["sample_id"] for record in old.records()}
-    path = planning.RESULTS / run.cfg.target.name / run.cfg.dataset.name / "samples.parquet"
-    samples = pd.read_parquet(path, columns=["sample_id"])["sample_id"]
+    samples = pd.read_parquet(run.samples_file, columns=["sample_id"])["sample_id"]
     again = sum(s in finished and not new.path(s).exists() for s in samples)
     return again / max(len(finished), 1)
 
@@ -254,17 +246,16 @@ def garbage(plan: Plan, named: Iterable[str] = ()) -> list[Garbage]:
 
 
 def _draft_made_from(run: Run) -> dict:
-    return {"name": planning.draft_name(run.cfg, run.key.values()), "shaping": _draft_shaping(run)}
+    return {"name": planning.draft_name(run.cfg, run.key), "shaping": _draft_shaping(run)}
 
 
 def _draft_shaping(run: Run) -> dict | None:
     """All that decides the run's draft; None before sharding."""
     import pandas as pd
 
-    path = planning.RESULTS / run.cfg.target.name / run.cfg.dataset.name / "samples.parquet"
-    if not path.exists():
+    if not run.samples_file.exists():
         return None
-    table = pd.read_parquet(path, columns=["sample_id", "split", "reply_bounds"])
+    table = pd.read_parquet(run.samples_file, columns=["sample_id", "split", "reply_bounds"])
     return {**run.draft_shaping(), "dataset": shards.dataset_digest(table)}
 
 

@@ -58,9 +58,14 @@ class Run:
         return {"target": cfg.target.name, "dataset": cfg.dataset.name, "key": self.key.short, "draft": cfg.draft.name}
 
     @property
-    def dataset_name(self) -> str:
-        """Whom the work on replies and states is put down to in the ledger."""
-        return dataset_name(self.cfg)
+    def samples_file(self) -> Path:
+        """samples.parquet: there once the dataset is sharded."""
+        return RESULTS / dataset_name(self.cfg) / "samples.parquet"
+
+    @property
+    def target_file(self) -> Path:
+        """target.json: there once the target is prepared."""
+        return RESULTS / "targets" / self.cfg.target.name / "target.json"
 
     def shaping(self, section: str) -> dict[str, Any]:
         """A section as plain values, less the settings that change no result: what a rule tracks as a param."""
@@ -108,6 +113,11 @@ class Plan:
     def shard_size(self) -> int:
         return self.runs[0].cfg.dataset.shard_size
 
+    @property
+    def runs_by_states(self) -> list[Run]:
+        """The first run of each set of hidden states: drafts beside each other share theirs."""
+        return list({(dataset_name(run.cfg), run.key.short): run for run in reversed(self.runs)}.values())[::-1]
+
     def of(self, wildcards: Any) -> Run:
         """The run (or the first of several) that a job with these wildcards belongs to."""
         asked = {name: getattr(wildcards, name) for name in ("target", "dataset", "draft") if hasattr(wildcards, name)}
@@ -125,17 +135,13 @@ class Plan:
 
 
 def dataset_name(cfg: RunConfig) -> str:
+    """Whom the work on replies and states is put down to in the ledger; their folder under results/, too."""
     return f"{cfg.target.name}/{cfg.dataset.name}"
 
 
-def draft_name(cfg: RunConfig, key: dict[str, Any]) -> str:
+def draft_name(cfg: RunConfig, key: hidden_states.StateKey) -> str:
     """Whom a training is put down to in the ledger."""
-    return f"{dataset_name(cfg)}/{hidden_states.StateKey.of(key).short}/{cfg.draft.name}"
-
-
-def hidden_size(target_info: Path) -> int:
-    """H, out of a target.json. Raises OSError, ValueError or KeyError when it is not there yet."""
-    return json.loads(target_info.read_text())["hidden_size"]
+    return f"{dataset_name(cfg)}/{key.short}/{cfg.draft.name}"
 
 
 def load_run(job: Any) -> RunConfig:

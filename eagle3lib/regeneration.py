@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from eagle3lib.config import DatasetConfig, RegenerateConfig
 from eagle3lib.engines import Engine
 from eagle3lib.engines import Prompt as EnginePrompt
 from eagle3lib.errors import UserError
-from eagle3lib.job import Progress, atomic_write, file_lock, fsync_folder
+from eagle3lib.job import Progress, append_line, atomic_write, file_lock, read_lines
 from eagle3lib.samples import Conversation, prompt_messages
 
 # Reply ids (compact: there may be millions) and how the reply ended.
@@ -121,15 +121,14 @@ def _compute(
     progress = Progress(plan.budget, "tokens", "regenerate")
     progress.update(plan.tokens)
     computed = 0
-    with store:
-        for key, ids, finish in engine.generate(plan, cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.batch_size):
-            store.append(key, ids, finish)
-            plan.add(key, (array("i", ids), finish))
-            computed += 1
-            count(1, len(ids))
-            progress.update(len(ids), replies=len(plan.replies))
-            if plan.enough():
-                break  # what still runs lies behind the cut
+    for key, ids, finish in engine.generate(plan, cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.batch_size):
+        store.append(key, ids, finish)
+        plan.add(key, (array("i", ids), finish))
+        computed += 1
+        count(1, len(ids))
+        progress.update(len(ids), replies=len(plan.replies))
+        if plan.enough():
+            break  # what still runs lies behind the cut
     return computed
 
 
@@ -258,33 +257,10 @@ class _Store:
         self.path = folder / f"{name}.jsonl"
         self.replies: dict[str, Outcome] = {}
         for path in sorted(folder.glob("*.jsonl")):
-            with open(path, "rb") as file:
-                for line in file:
-                    self._read(line)
-
-    def _read(self, line: bytes) -> None:
-        try:
-            row = json.loads(line)
-            self.replies[row["key"]] = (array("i", row["reply_ids"]), row["finish"])
-        except (ValueError, KeyError, TypeError):
-            pass  # torn by a kill, or being written right now: the reply is made again
-
-    def __enter__(self) -> _Store:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        size = os.fstat(self.descriptor).st_size
-        if size and os.pread(self.descriptor, 1, size - 1) != b"\n":
-            os.write(self.descriptor, b"\n")  # ends a torn line
-        fsync_folder(self.path.parent)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        os.close(self.descriptor)
+            for row in read_lines(path):
+                with suppress(KeyError, TypeError):
+                    self.replies[row["key"]] = (array("i", row["reply_ids"]), row["finish"])
 
     def append(self, key: str, reply_ids: list[int], finish: str) -> None:
-        """Keep a reply: a whole line in one write, on the disk when this returns."""
-        line = json.dumps({"key": key, "reply_ids": reply_ids, "finish": finish}).encode() + b"\n"
-        written = os.write(self.descriptor, line)
-        while written < len(line):  # a nearly full disk may take a part first
-            written += os.write(self.descriptor, line[written:])
-        os.fsync(self.descriptor)
+        """Keep a reply: on the disk when this returns."""
+        append_line(self.path, {"key": key, "reply_ids": reply_ids, "finish": finish})

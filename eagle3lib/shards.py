@@ -107,10 +107,10 @@ def dataset_digest(table: Any) -> str:
     return digest([table["sample_id"].tolist(), table["split"].tolist(), bounds], 32)
 
 
-def is_validation(sample: str, seed: int, fraction: float) -> bool:
-    """Is a sample held out? Decided by its content and the seed alone, so other lines do not matter."""
-    digest = hashlib.sha256(f"{seed}:{sample}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+def is_drawn(sample: str, seed: float, fraction: float) -> bool:
+    """Does a sample belong to a seeded share of all? Decided by its content and the seed alone, whatever the others."""
+    number = int.from_bytes(hashlib.sha256(f"{seed}:{sample}".encode()).digest()[:8], "big")
+    return number < fraction * 2**64
 
 
 def shard_samples(
@@ -275,7 +275,7 @@ def _write_shard(path: Path, batch: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _row(sample: Sample, shard: str, slot: int, dataset: DatasetConfig) -> dict[str, Any]:
-    held_out = is_validation(sample.sample_id, dataset.seed, dataset.validation_fraction)
+    held_out = is_drawn(sample.sample_id, dataset.seed, dataset.validation_fraction)
     return {
         "sample_id": sample.sample_id,
         "shard": shard,

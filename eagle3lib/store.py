@@ -26,7 +26,7 @@ from typing import Any
 from eagle3lib.disk import vanished
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import FORMATS, StateKey, content_fault, convertible, load_sample, missing_rows
-from eagle3lib.job import append_line, file_lock, fsync_folder, save_tensors, started, write_json
+from eagle3lib.job import append_line, file_lock, fsync_folder, read_lines, save_tensors, started, write_json
 from eagle3lib.lineage import file_sha256
 
 SYNC_SECONDS = 60  # so much work is hashed again after an unclean end
@@ -187,8 +187,7 @@ class Store:
         if about.st_nlink > 1:
             for name in linked_names(self.root.parent, self.key.short, {about.st_ino}):
                 name.unlink()
-        with open(folder / "reasons.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"file": path.name, "reason": reason, "time": time.time()}) + "\n")
+        append_line(folder / "reasons.jsonl", {"file": path.name, "reason": reason, "time": time.time()})
         print(f"quarantined {path.name}: {reason}")
 
     def _append(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -237,16 +236,12 @@ def set_aside(name: Path, reason: str) -> bool:
 
 
 def _read_manifest(path: Path) -> dict[str, dict]:
-    """Lines by sample; a later one wins, a torn or damaged one (a crash, a full disk, a flipped bit) is passed over."""
+    """Lines by sample; a later one wins, one whose names a flipped bit has changed is passed over."""
     records: dict[str, dict] = {}
-    if path.exists():
-        for line in path.read_text("utf-8", errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-                if isinstance(record["bytes"], int) and isinstance(record["sha256"], str):
-                    records[record["sample_id"]] = record
-            except (ValueError, KeyError, TypeError):
-                continue
+    for record in read_lines(path):
+        with contextlib.suppress(KeyError, TypeError):
+            if isinstance(record["bytes"], int) and isinstance(record["sha256"], str):
+                records[record["sample_id"]] = record
     return records
 
 

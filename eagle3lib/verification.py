@@ -6,7 +6,6 @@ last sync mark, and one sample in a hundred of the rest. What fails is quarantin
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lib.job import Progress, started, write_json
+from eagle3lib.shards import is_drawn
 from eagle3lib.store import Store, open_stores
 
 SAMPLE_OF_THE_REST = 0.01
@@ -116,9 +116,9 @@ def suspects(root: Path) -> list[tuple[Store, dict[str, Any]]]:
     """Samples written since the last sync mark, and a seeded share of the rest."""
     found = []
     for store in open_stores(root):
-        since = store.synced()
+        since = store.synced()  # the seed, too: in time every sample comes up
         for record in store.records():
-            if record.get("written", 0) >= since or _drawn(record["sample_id"], since):
+            if record.get("written", 0) >= since or is_drawn(record["sample_id"], since, SAMPLE_OF_THE_REST):
                 found.append((store, record))
     return found
 
@@ -135,12 +135,6 @@ def after_unclean_end(root: Path) -> Report | None:
         raise KeyboardInterrupt
     end(root)
     return report
-
-
-def _drawn(sample: str, seed: float) -> bool:
-    """Another draw after each sync mark, so that in time every sample comes up."""
-    number = int.from_bytes(hashlib.sha256(f"{seed}:{sample}".encode()).digest()[:8], "big")
-    return number < SAMPLE_OF_THE_REST * 2**64
 
 
 def _session(root: Path) -> Path:

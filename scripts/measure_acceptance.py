@@ -2,21 +2,16 @@
 
 from pathlib import Path
 
-import torch
 from transformers import AutoTokenizer
 
-from eagle3lib import chat, evaluation, gpus, plan, samples
-from eagle3lib.engines import open_engine
+from eagle3lib import chat, engine_job, evaluation, plan, samples
 from eagle3lib.job import job_log, write_json
 from eagle3lib.lineage import digest, file_sha256
 from eagle3lib.store import link
-from eagle3lib.targets import TargetInfo
 
 with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
-    gpus.check_granted(snakemake.resources.gpu, run.engine.gpus, "engine.gpus")
-    torch.set_num_threads(snakemake.threads)
-    target = TargetInfo.read(snakemake.input.target)
+    target, open_engine = engine_job.prepare(run, snakemake)
     tokenizer = AutoTokenizer.from_pretrained(target.path, trust_remote_code=run.target.trust_remote_code)
     conversations = samples.read(snakemake.input.prompts, run.acceptance.max_prompts)
     prompts = [
@@ -29,8 +24,7 @@ with job_log(snakemake.log[0]):
     identity = digest([draft, target.fingerprint, prompts, params.engine, params.acceptance, params.code], 32)
     kept = plan.STORE / "acceptance" / f"{identity}.json"
     if not kept.exists():
-        engine = open_engine(run.engine, target.path, run.target.trust_remote_code)
-        result = evaluation.measure_acceptance(snakemake.input.export, target, engine, prompts, run.acceptance)
+        result = evaluation.measure_acceptance(snakemake.input.export, target, open_engine(), prompts, run.acceptance)
         print(evaluation.describe(result))
         write_json(kept, result)
     link(kept, Path(snakemake.output.acceptance))

@@ -1,22 +1,16 @@
 """The target answers its share of the prompts; finished replies are kept, whatever happens."""
 
 import itertools
-from functools import partial
 from pathlib import Path
 
-import torch
 from transformers import AutoTokenizer
 
-from eagle3lib import gpus, ledger, plan, regeneration, samples
-from eagle3lib.engines import open_engine
+from eagle3lib import engine_job, ledger, plan, regeneration, samples
 from eagle3lib.job import job_log
-from eagle3lib.targets import TargetInfo
 
 with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
-    gpus.check_granted(snakemake.resources.gpu, run.engine.gpus, "engine.gpus")
-    torch.set_num_threads(snakemake.threads)
-    target = TargetInfo.read(snakemake.input.target)
+    target, open_engine = engine_job.prepare(run, snakemake)
     part, parts = int(snakemake.wildcards.part), run.regenerate.parts
     conversations = samples.read(snakemake.input.conversations, run.dataset.max_conversations)
     budget = run.dataset.token_budget
@@ -25,7 +19,7 @@ with job_log(snakemake.log[0]):
         counts = regeneration.regenerate(
             itertools.islice(conversations, part, None, parts),
             AutoTokenizer.from_pretrained(target.path, trust_remote_code=run.target.trust_remote_code),
-            partial(open_engine, run.engine, target.path, run.target.trust_remote_code),
+            open_engine,
             run.dataset,
             run.regenerate,
             [target.fingerprint, shaping["engine"], shaping["compute_dtype"]],

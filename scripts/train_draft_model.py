@@ -6,6 +6,7 @@ import pandas as pd
 import torch
 
 from eagle3lib import drafts, gpus, plan, shards
+from eagle3lib.hidden_states import StateKey
 from eagle3lib.job import job_log
 from eagle3lib.targets import TargetInfo
 
@@ -16,12 +17,13 @@ with job_log(snakemake.log[0]):
     gpus.release(run.training.gpus, run.gpus)
     torch.set_num_threads(snakemake.threads)
     table = pd.read_parquet(snakemake.input.table)
-    shaping = snakemake.params.shaping
+    shaping, dataset = snakemake.params.shaping, shards.dataset_digest(table)
     job = drafts.make_job(
         table,
         Path(snakemake.input.table).parent / "hidden_states",
         plan.STORE,
         snakemake.input.mapping,
+        dataset,
         shaping,
         target=TargetInfo.read(snakemake.input.target),
         draft=run.draft,
@@ -30,6 +32,6 @@ with job_log(snakemake.log[0]):
     drafts.train_once(
         job,
         [Path(path) for path in snakemake.output],
-        plan.draft_name(run, shaping["key"]),
-        {**shaping, "dataset": shards.dataset_digest(table)},
+        plan.draft_name(run, StateKey.of(shaping["key"])),
+        {**shaping, "dataset": dataset},
     )

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from workflow import TINY_SAMPLES, TINY_SHARD, tiny_workspace
 
 
 def pytest_addoption(parser):
@@ -35,3 +36,16 @@ def times(request):
     """times(200, 4): 200 trials of `make chaos`, 4 of `make test`."""
     full = request.config.getoption("--chaos") == "full"
     return lambda many, few: many if full else few
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole run on a random target, made once a module; each test changes a copy."""
+    workspace = tiny_workspace(tmp_path_factory.mktemp("workspace") / "first", TINY_SAMPLES, TINY_SHARD)
+    workspace.snakemake()
+    return workspace
+
+
+@pytest.fixture
+def workspace(finished, tmp_path):
+    return finished.copy(tmp_path / "copy")

@@ -14,7 +14,7 @@ LAYERS = [
     {"chat", "vocab_mapping", "draft_model", "training_time_test", "acceptance", "wheels", "gguf_target"},
     {"samples", "sources", "targets", "shards", "hidden_states", "checkpoint", "export", "gpus", "plots", "engines"},
     {"disk", "store", "ledger", "records", "verification"},
-    {"extraction", "adoption", "training", "evaluation", "regeneration", "summary", "plan", "drafts"},
+    {"extraction", "adoption", "engine_job", "training", "evaluation", "regeneration", "summary", "plan", "drafts"},
     {"overview", "why"},
     {"__main__"},
 ]

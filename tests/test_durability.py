@@ -5,22 +5,10 @@ import re
 import shutil
 from collections import Counter
 
-import pytest
-from workflow import tiny_run
+from workflow import AFTER_TRAINING, TINY_SAMPLES
 
-N, K = 7, 4
-AFTER_TRAINING = {"export_draft_model": 1, "measure_acceptance": 1, "plot_results": 1, "summarize": 1}
+N = TINY_SAMPLES
 TRAINING = Counter({"train_draft_model": 1, **AFTER_TRAINING})
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    return tiny_run(tmp_path_factory.mktemp("durable") / "first", N, K)
-
-
-@pytest.fixture
-def workspace(finished, tmp_path):
-    return finished.copy(tmp_path / "copy")
 
 
 def stored(workspace, name="00000/0002.pt"):

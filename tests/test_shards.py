@@ -240,7 +240,7 @@ def test_split_is_stable_under_insertion_order_and_shard_size(tokenizer, tmp_pat
 @given(st.integers(0, 2**32), st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True))
 def test_a_larger_fraction_only_adds_to_the_validation_samples(seed, a, b):
     small, large = sorted((a, b))
-    assert not shards.is_validation("x", seed, small) or shards.is_validation("x", seed, large)
+    assert not shards.is_drawn("x", seed, small) or shards.is_drawn("x", seed, large)
 
 
 def test_names_fit_the_wildcard_of_the_workflow():

@@ -5,15 +5,18 @@ import os
 import re
 import shutil
 from collections import Counter
+from dataclasses import asdict, replace
 
 import pandas as pd
 import pytest
 from safetensors.torch import load_file, save_file
-from workflow import ROOT, Workspace, job_counts, tiny_run
+from tiny import make_target
+from workflow import AFTER_TRAINING, ROOT, TINY_SAMPLES, TINY_SHARD, Workspace, job_counts
 
-N, K = 7, 4  # one full shard, tail_2, tail_1
+from eagle3lib.targets import load_info
+
+N, K = TINY_SAMPLES, TINY_SHARD
 EXTRACT = ["extract_hidden_states", "extract_tail_2", "extract_tail_1"]
-AFTER_TRAINING = {"export_draft_model": 1, "measure_acceptance": 1, "plot_results": 1, "summarize": 1}
 TRAINING = {"train_draft_model": 1, **AFTER_TRAINING}
 ALL_EXTRACTION = {
     "plan_storage": 1,
@@ -24,17 +27,6 @@ ALL_EXTRACTION = {
 }
 # A new key is a new folder: everything below it is made there.
 NEW_KEY = {**ALL_EXTRACTION, "index_hidden_states": 1, "release_gpus": 1, "build_vocab_mapping": 1, **TRAINING}
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A whole run, made once; each test changes a copy."""
-    return tiny_run(tmp_path_factory.mktemp("workspace") / "first", N, K)
-
-
-@pytest.fixture
-def workspace(finished, tmp_path):
-    return finished.copy(tmp_path / "copy")
 
 
 def edit(path, old, new):
@@ -223,12 +215,13 @@ def test_plan_of_the_headline_case_in_full(tmp_path):
     dataset = results / "kimi-k2.5/conversations"
     (dataset / "shards").mkdir(parents=True)
     (results / "targets/kimi-k2.5").mkdir(parents=True)
+    target = replace(load_info(make_target(tmp_path / "target")), hidden_size=7168)
     shards = {f"{number:05d}": {"sha256": "0", "n_samples": 64, "n_tokens": 150_000} for number in range(583)}
     rows = [(f"{shard}{slot}", shard, slot, "train", 2353, [1, 2353]) for shard in shards for slot in range(64)]
     columns = ["sample_id", "shard", "slot", "split", "n_tokens", "reply_bounds"]
     contents = {
         workspace.run_folder / "conversations.jsonl": "",
-        results / "targets/kimi-k2.5/target.json": '{"hidden_size": 7168}',
+        results / "targets/kimi-k2.5/target.json": json.dumps(asdict(target)),
         **{dataset / f"shards/{shard}.jsonl": "" for shard in shards},
         dataset / "rejected.jsonl": "",
         dataset / "shards.json": json.dumps(shards),

@@ -16,6 +16,10 @@ from tiny import make_target, write_conversations
 ROOT = Path(__file__).parent.parent
 
 
+TINY_SAMPLES, TINY_SHARD = 7, 4  # one full shard, tail_2, tail_1
+AFTER_TRAINING = {"export_draft_model": 1, "measure_acceptance": 1, "plot_results": 1, "summarize": 1}
+
+
 class Workspace:
     """A copy of the project's code, a configuration, and the folder in which snakemake runs."""
 
@@ -106,13 +110,6 @@ class Workspace:
 
     def result(self, pattern: str) -> Path:
         return next(self.run_folder.glob(f"results/{pattern}"))
-
-
-def tiny_run(folder: Path, samples: int, shard_size: int) -> Workspace:
-    """A finished run on a random target: all rules, in half a minute."""
-    workspace = tiny_workspace(folder, samples, shard_size)
-    workspace.snakemake()
-    return workspace
 
 
 def tiny_workspace(folder: Path, samples: int, shard_size: int) -> Workspace:

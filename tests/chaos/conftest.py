@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.register_assert_rewrite("chaos.world", "chaos.volumes")
+pytest.register_assert_rewrite("chaos.kills", "chaos.world", "chaos.volumes")
 
 from chaos import world as worlds  # noqa: E402
 from chaos.zygote import Zygote  # noqa: E402

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from chaos import layout
+from chaos import kills, layout
 from chaos.tally import Outcome
 from chaos.world import Trial
 from chaos.zygote import Fault
@@ -18,20 +18,15 @@ def test_at_random_moments(zygote, world, tmp_path, times, number):
     """One trial in four is killed twice more before it may end; one in ten begins with an empty store."""
     many = times(200, 1) if number == signal.SIGKILL else times(25, 1)
     rng, outcome = random.Random(f"extraction {number}"), Outcome(f"extraction: {number.name} at a random moment")
-    hits = attempts = 0
-    while hits < many:
-        attempts += 1
-        assert attempts < 5 * many + 20, "most runs end before their kill: is the machine so uneven?"
-        trial = Trial(zygote, world, tmp_path / f"{attempts}", outcome)
-        seconds = world.seconds["extract"]
-        if attempts % 10:
-            layout.skip_probe(world.folder, trial.folder)
-        else:
-            seconds *= 1.5
-        for _ in range(3 if attempts % 4 == 0 else 1):
-            hits += trial.run(after=rng.uniform(0, seconds), number=number).code != 0
-        trial.complete()
-        trial.clear()
+
+    def begin(attempt):
+        trial, seconds = Trial(zygote, world, tmp_path / f"{attempt}", outcome), world.seconds["extract"]
+        if attempt % 10 == 0:
+            return trial, seconds * 1.5
+        layout.skip_probe(world.folder, trial.folder)
+        return trial, seconds
+
+    kills.at_random_moments(begin, many, number, rng)
     outcome.check()
 
 
@@ -42,12 +37,7 @@ def test_at_system_calls(need_shim, zygote, world, tmp_path, times):
     for number in sorted(rng.sample(range(1, total + 1), times(100, 2))):
         trial = Trial(zygote, world, tmp_path / f"{number}", outcome)
         layout.skip_probe(world.folder, trial.folder)
-        fault = Fault(str(trial.folder / "results"), number, "signal", signal.SIGKILL)
-        assert trial.run(fault).code == -9
-        if number % 3 == 0:  # and once more, on the way of the mended run
-            trial.run(Fault(fault.folder, rng.randrange(1, total), "signal", signal.SIGKILL))
-        trial.complete()
-        trial.clear()
+        kills.at_system_call(trial, number, total, rng)
     outcome.check()
 
 

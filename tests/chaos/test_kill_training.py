@@ -9,9 +9,8 @@ import time
 import psutil
 import pytest
 
-from chaos import layout
+from chaos import kills, layout
 from chaos.tally import Outcome
-from chaos.zygote import Fault
 
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
 
@@ -56,15 +55,11 @@ def without_time(record):
 def test_at_random_moments(zygote, world, tmp_path, times, number):
     many = times(50, 1) if number == signal.SIGKILL else times(15, 1)
     rng, outcome = random.Random(f"training {number}"), Outcome(f"training: {number.name} at a random moment")
-    hits = attempts = 0
-    while hits < many:
-        attempts += 1
-        assert attempts < 5 * many + 20, "most runs end before their kill: is the machine so uneven?"
-        trial = Trial(zygote, world, tmp_path / f"{attempts}", outcome)
-        for _ in range(3 if attempts % 4 == 0 else 1):
-            hits += trial.run(after=rng.uniform(0, world.seconds["train"]), number=number).code != 0
-        trial.complete()
-        trial.clear()
+
+    def begin(attempt):
+        return Trial(zygote, world, tmp_path / f"{attempt}", outcome), world.seconds["train"]
+
+    kills.at_random_moments(begin, many, number, rng)
     outcome.check()
 
 
@@ -75,13 +70,7 @@ def test_at_system_calls(need_shim, zygote, world, tmp_path, times):
     # The last calls come every time: weights, record, the checkpoints' end, the links.
     numbers = rng.sample(range(1, total - 40), times(30, 0)) + rng.sample(range(total - 40, total + 1), times(40, 2))
     for number in numbers:
-        trial = Trial(zygote, world, tmp_path / f"{number}", outcome)
-        fault = Fault(str(trial.folder / "results"), number, "signal", signal.SIGKILL)
-        assert trial.run(fault).code == -9
-        if number % 3 == 0:
-            trial.run(Fault(fault.folder, rng.randrange(1, total), "signal", signal.SIGKILL))
-        trial.complete()
-        trial.clear()
+        kills.at_system_call(Trial(zygote, world, tmp_path / f"{number}", outcome), number, total, rng)
     outcome.check()
 
 

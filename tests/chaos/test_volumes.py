@@ -95,6 +95,18 @@ def survivors(trial):
     return {sample: was for sample, was in files.items() if sample != newest}
 
 
+def comes_back(trial, volumes, results, kept, repair=False):
+    """The disk is mounted again: what it must have kept is there, and the next run completes."""
+    image = trial.folder / "image"
+    if repair:
+        command("e2fsck", "-fy", image, check=False)
+    volumes.mount(results, image)
+    trial.before = kept
+    trial.look()
+    trial.complete()
+    volumes.unmount(results)
+
+
 def test_disk_whose_own_disk_fills(need_shim, zygote, world, tmp_path, times, volumes):
     """An ext4 in a sparse file: it sees free space, but its writes fail (a thin volume whose pool is full)."""
     outcome = Outcome("thin volume whose pool fills (EIO)")
@@ -115,12 +127,7 @@ def test_disk_whose_own_disk_fills(need_shim, zygote, world, tmp_path, times, vo
         volumes.mounted.remove(results)
         shutil.copy(image, trial.folder / "image")
         volumes.unmount(pool)
-        command("e2fsck", "-fy", trial.folder / "image", check=False)
-        volumes.mount(results, trial.folder / "image")
-        trial.before = kept
-        trial.look()
-        trial.complete()
-        volumes.unmount(results)
+        comes_back(trial, volumes, results, kept, repair=True)
     outcome.check()
 
 
@@ -132,14 +139,11 @@ def test_power_cut_during_extraction(need_shim, zygote, world, tmp_path, times, 
         results = volumes.ext4(trial.folder / "results", trial.folder / "image", 32 * MiB)
         ended = stopped(trial, number)
         trial.look()
-        trial.before = survivors(trial)
+        kept = survivors(trial)
         cut_power(results)
         outcome.kills += trial.zygote.go_on(ended, signal.SIGKILL).killed
         volumes.unmount(results)
-        volumes.mount(results, trial.folder / "image")
-        trial.look()
-        trial.complete()
-        volumes.unmount(results)
+        comes_back(trial, volumes, results, kept)
     outcome.check()
 
 
@@ -172,12 +176,7 @@ def test_disk_that_turns_read_only(need_shim, zygote, world, tmp_path, times, vo
         assert trial.zygote.go_on(ended).code == 1
         assert re.search("Read-only file system|Input/output error", trial.message()), trial.message()
         volumes.unmount(results)
-        command("e2fsck", "-fy", trial.folder / "image", check=False)
-        volumes.mount(results, trial.folder / "image")
-        trial.before = kept
-        trial.look()
-        trial.complete()
-        volumes.unmount(results)
+        comes_back(trial, volumes, results, kept, repair=True)
     outcome.check()
 
 
@@ -194,9 +193,5 @@ def test_volume_that_vanishes(need_shim, zygote, world, tmp_path, times, volumes
         assert trial.zygote.go_on(ended).code == 1
         assert re.search("mount it|No such file", trial.message()), trial.message()
         assert not list(results.iterdir()), "the store was made again in the bare mount point"
-        volumes.mount(results, trial.folder / "image")
-        trial.before = before
-        trial.look()
-        trial.complete()
-        volumes.unmount(results)
+        comes_back(trial, volumes, results, before)
     outcome.check()
