@@ -222,10 +222,11 @@ def test_two_processes_equal_one_that_accumulates(world, tmp_path):
     job = job_of(world, two, settings, samples=few)
     job.write(tmp_path / "job.json")
     assert Job.read(tmp_path / "job.json") == job
+    before = psutil.Process().children(recursive=True)  # other tests' servers, kept for the session
     with pytest.raises(Interrupted), terminated_when(two / "metrics.jsonl"):
         training.launch(tmp_path / "job.json", settings)
     assert len(list((two / "checkpoints").glob("*.json"))) >= 1 and not (two / "training.json").exists()
-    assert psutil.Process().children(recursive=True) == []
+    assert not set(psutil.Process().children(recursive=True)) - set(before)
     together = training.launch(tmp_path / "job.json", settings)
     assert (alone["processes"], together["processes"]) == (1, 2)
     assert together["steps"] == alone["steps"] == 25 * 3
