@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: venv demo demo-smoke report test test-durability chaos lint schema lock clean help
+.PHONY: venv sglang demo demo-smoke demo-sglang report test test-durability test-engines chaos lint schema lock clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -37,11 +37,32 @@ CONFIG ?= config/config.yaml
 report: venv  ## report.html of a finished run, offline
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --configfile $(CONFIG) --report report.html
 
-test: venv  ## all tests but the next (under 12 minutes on two cores)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --ignore=tests/test_durability.py
+test: venv  ## all tests but those of the next targets (under 12 minutes on two cores)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --ignore=tests/test_durability.py --ignore=tests/engines
 
 test-durability: venv  ## whole workflows that lose files, records and room, and go on
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --dist=worksteal tests/test_durability.py
+
+test-engines: venv sglang  ## real servers: SGLang on a CPU (its environment: make sglang)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses=0 tests/engines
+
+# Never one that is there already: of yours, or of an earlier version that a run is under way with.
+sglang: | .venv-sglang/.done  ## SGLang in an environment of its own, for this machine's driver or its CPU
+
+.venv-sglang/.done:
+	$(PYTHON) -m venv .venv-sglang
+	if [ -e /proc/driver/nvidia/version ]; then \
+	  .venv-sglang/bin/python -m pip install --quiet --requirement envs/sglang.in; \
+	else \
+	  .venv-sglang/bin/python -m pip install --quiet $$(grep ^torch== envs/sglang-cpu.txt) && \
+	  .venv-sglang/bin/python -m pip install --quiet --no-deps --requirement envs/sglang-cpu.txt; \
+	fi
+	touch $@
+
+demo-sglang: venv sglang  ## the main job with a SGLang server on the CPU
+	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --cores all --configfile config/demo-sglang.yaml
+	$(MAKE) --no-print-directory report CONFIG=config/demo-sglang.yaml
+	@cat results/summary.md
 
 chaos: venv  ## kill, fill, cut, flip: 700 times; the last line says what was lost
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --chaos=full --dist=worksteal --timeout=1500

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eagle3lib import config, ledger, overview, sources, verification, why
 from eagle3lib.errors import UserError
-from eagle3lib.plan import STORE, Plan
+from eagle3lib.plan import ENGINE, STORE, Plan
 
 DEFAULT_CONFIG = "config/config.yaml"
 
@@ -47,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--delete", nargs="+", metavar="NAME", help="names out of the list, or: all")
     one = add("confirm", _confirm, "yes, make that finished work again (the refused plan names the TOKEN)")
     one.add_argument("token")
+    about = "the command that starts an SGLang server with our plugin, for engine.url"
+    one = add("engine-command", _engine_command, about, configured=True)
+    one.add_argument("--role", choices=("generate", "extract"), default="extract", help="what it is for")
     add("sources", _sources, "prompts that come in packages, for dataset.conversations")
     add("schema", _schema, "the JSON schema of the configuration")
     add("keys", _keys, "every key of the configuration, as a Markdown table")
@@ -85,6 +88,19 @@ def _gc(arguments: argparse.Namespace) -> None:
 def _confirm(arguments: argparse.Namespace) -> None:
     ledger.confirm(STORE, arguments.token)
     print(f"confirmed {arguments.token}; run the same command again")
+
+
+def _engine_command(arguments: argparse.Namespace) -> None:
+    from eagle3lib import engine_job
+    from eagle3lib.engines.sglang import launch
+    from eagle3lib.targets import TargetInfo
+
+    run = _plan(arguments).runs[0]
+    if not run.target_file.exists():
+        raise UserError(f"{run.target_file}: not there yet; `snakemake {run.target_file}` makes it")
+    layers = run.key.aux_layer_ids if arguments.role == "extract" else ()
+    wanted = engine_job.wanted(run.cfg, TargetInfo.read(run.target_file), arguments.role, layers)
+    print(launch.shell_command(run.cfg.engine, wanted, ENGINE / "attached"))
 
 
 def _sources(_: argparse.Namespace) -> None:

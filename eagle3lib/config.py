@@ -110,12 +110,60 @@ class EngineConfig(Section):
     """What runs the target."""
 
     name: Literal["transformers", "sglang"] = Field(
-        "transformers", description="The engine; transformers runs on a CPU."
+        "transformers",
+        description="transformers: in the job itself, one GPU or a CPU. sglang: a server that all jobs share, for "
+        "targets of any size.",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Arithmetic of the target's pass.")
     tensor_parallel: int = Field(1, ge=1, description="GPUs that one copy of the target is spread over.")
     gpus: int = Field(0, ge=0, description="GPUs the engine uses in all; 0: CPU.")
     batch_tokens: int = Field(2048, ge=1, description="Tokens (padding included) in one prefill pass.")
+    python: str = Field(
+        ".venv-sglang/bin/python", description="sglang: interpreter of the environment that it is installed in."
+    )
+    command: list[str] | None = Field(
+        None,
+        description="sglang: instead of `python`, what stands before `-m sglang.launch_server`: a container's wrapper, "
+        "say. This folder must have the same path inside.",
+    )
+    url: str | None = Field(
+        None,
+        description="sglang: a server that you have started (`python -m eagle3lib engine-command`); never stopped by "
+        "us, so stop it before training if that needs its GPUs.",
+    )
+    key_variable: str = Field(
+        "EAGLE3LIB_ENGINE_KEY", description="sglang: environment variable that holds the --api-key of `url`."
+    )
+    port: int = Field(0, ge=0, le=65535, description="sglang: port of the server on 127.0.0.1; 0: any free one.")
+    server_args: list[str] = Field([], description="sglang: more arguments of the server, at the end of its command.")
+    environment: dict[str, str] = Field({}, description="sglang: more environment variables of the server.")
+    allow_untested: bool = Field(
+        False, description="sglang: run a version that we have not tested; the probe then decides."
+    )
+    jobs: int = Field(
+        2, ge=1, description="sglang: jobs that share the server at once, so that it never waits for one of them."
+    )
+    requests_in_flight: int = Field(32, ge=1, description="sglang: samples that one job has asked for at once.")
+    request_seconds: float = Field(900, gt=0, description="sglang: a server that needs longer for one request hangs.")
+    restarts: int = Field(
+        3, ge=0, description="sglang: how often in a row a dead or hung server is started again before a job gives up."
+    )
+    start_minutes: float = Field(30, gt=0, description="sglang: loading the target may take so long.")
+    idle_seconds: float = Field(120, gt=0, description="sglang: a server that no job uses any more ends after this.")
+    grace_seconds: float = Field(
+        60, gt=0, description="sglang: so long it may take to end in order (requests, then files) before it is killed."
+    )
+
+    @property
+    def gpus_a_job(self) -> int:
+        """What one job asks Snakemake for: its share of a server's."""
+        return self.gpus if self.name == "transformers" else -(-self.gpus // self.jobs)
+
+    @model_validator(mode="after")
+    def _one_way_to_a_server(self) -> EngineConfig:
+        if self.command and self.url:
+            raise ValueError("url: a server of your own and engine.command exclude each other; leave one out")
+        return self
 
     @model_validator(mode="after")
     def _gpus_divide(self) -> EngineConfig:

@@ -35,12 +35,13 @@ class Disk:
             self._answer, self._asked = ask_free_bytes(self.storage.free_command), time.monotonic()
         return min(here, self._answer)
 
-    def check_room(self, coming: int) -> None:
-        """Refuse to write `coming` bytes that would go into the reserve."""
+    def check_room(self, coming: int, under_way: int = 0) -> None:
+        """Refuse to write `coming` bytes that would go into the reserve; `under_way`: already let through, and not
+        seen by statvfs yet."""
         free = self.free()
-        if coming > free - self.storage.reserve_bytes:
+        if coming + under_way > free - self.storage.reserve_bytes:
             raise UserError(
-                f"no disk: {coming:,} bytes to be written next, {free:,} free less storage.reserve_bytes "
+                f"no disk: {coming + under_way:,} bytes to be written next, {free:,} free less storage.reserve_bytes "
                 f"({self.storage.reserve_bytes:,}) under {self.folder}; free space, then run the same command again: "
                 "finished samples are kept"
             )

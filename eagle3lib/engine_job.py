@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from eagle3lib import gpus
+from eagle3lib import gpus, plan
 from eagle3lib.config import RunConfig
 from eagle3lib.engines import Engine, open_engine
 from eagle3lib.targets import TargetInfo
 
 
-def prepare(run: RunConfig, job: Any) -> tuple[TargetInfo, Callable[[], Engine]]:
+def prepare(run: RunConfig, job: Any, role: str) -> tuple[TargetInfo, Callable[[], Any]]:
     """Hold the GPUs granted to the script's `job` against engine.gpus and take its threads; the target, and how to
-    load it (which costs minutes: call it when something must be computed)."""
-    gpus.check_granted(job.resources.gpu, run.engine.gpus, "engine.gpus")
+    load it (which costs minutes: call it when something must be computed) for "generate", "extract" or "evaluate"."""
+    gpus.check_granted(job.resources.gpu, run.engine.gpus_a_job, "engine.gpus")
     torch.set_num_threads(job.threads)
     target = TargetInfo.read(job.input.target)
-    return target, partial(open_engine, run.engine, target.path, run.target.trust_remote_code)
+    layers = job.params.key["aux_layer_ids"] if role == "extract" else []
+    return target, partial(open_for, run, target, role, layers)
+
+
+def open_for(run: RunConfig, target: TargetInfo, role: str, aux_layer_ids: Sequence[int] = ()) -> Engine:
+    """The configured engine; drafts are evaluated in transformers, whose passes our decoder steers."""
+    if run.engine.name == "transformers" or role == "evaluate":
+        return open_engine(run.engine, target.path, run.target.trust_remote_code)
+    from eagle3lib.engines.sglang.client import SGLangEngine
+
+    return SGLangEngine(plan.ENGINE, plan.ENGINE_LOGS, run.engine, wanted(run, target, role, aux_layer_ids), target)
+
+
+def wanted(run: RunConfig, target: TargetInfo, role: str, aux_layer_ids: Sequence[int]) -> Any:
+    """The SGLang server that this run asks for in a role."""
+    from eagle3lib.engines.sglang.launch import Wanted
+
+    return Wanted.of(
+        role,
+        run.engine,
+        target,
+        run.dataset.max_tokens,
+        aux_layer_ids=tuple(aux_layer_ids),
+        trust_remote_code=run.target.trust_remote_code,
+    )

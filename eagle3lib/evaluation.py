@@ -24,14 +24,12 @@ from eagle3lib import acceptance, export, targets
 from eagle3lib.acceptance import Pass
 from eagle3lib.config import AcceptanceConfig
 from eagle3lib.draft_model import DraftCache, DraftModel
+from eagle3lib.engines.probe import TIE_GAP
 from eagle3lib.errors import UserError
 from eagle3lib.job import Progress
 from eagle3lib.targets import TargetInfo
 from eagle3lib.vocab_mapping import VocabMapping
 
-# Below this gap between the target's two best logits a greedy choice is a tie: another order of
-# summation (a batch, a chunk of several tokens) may turn it. bfloat16 has 8 bits: steps of 1/4 at logits of 32-64.
-TIE_GAP = {"float32": 1e-3, "float16": 0.06, "bfloat16": 0.5}
 BATCH = 16  # replies at once
 
 

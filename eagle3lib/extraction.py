@@ -17,6 +17,7 @@ import torch
 from eagle3lib import hidden_states
 from eagle3lib.config import StorageConfig
 from eagle3lib.disk import Disk
+from eagle3lib.engines import File
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey, load_sample
 from eagle3lib.job import Progress, file_lock, write_json
@@ -32,6 +33,9 @@ TOKENS_IN_FLIGHT = 8192
 BLOCKS = 3 * 4096  # what a sample may take beside its bytes: the ends of its file, its manifest and its folder
 ROW = ("sample_id", "bytes", "sha256")  # of a store's record, what a shard's manifest holds: not when it was written
 
+ANSWER = ("bytes", "sha256", "fsync_seconds")  # of an engine that writes files
+
+Published = Iterator[tuple[Sample, dict[str, Any] | ValueError]]
 Records = dict[str, Any]  # sample_id -> the store's record, None: still missing
 
 
@@ -91,12 +95,15 @@ class Guard:
     def __init__(self, store: Store, hidden_size: int, storage: StorageConfig):
         self.store, self.hidden_size, self.disk = store, hidden_size, Disk(store.folder, storage)
 
-    def before(self, batch: Sequence[Sample]) -> None:
+    def before(self, batch: Iterable[Sample], under_way: Iterable[Sample] = ()) -> None:
+        self.disk.check_room(self._bytes(batch), self._bytes(under_way))
+
+    def _bytes(self, samples: Iterable[Sample]) -> int:
         sizes = (
             hidden_states.stored_bytes(self.store.key, self.hidden_size, len(s.input_ids), s.reply_bounds)
-            for s in batch
+            for s in samples
         )
-        self.disk.check_room(sum(size + BLOCKS for size in sizes))
+        return sum(size + BLOCKS for size in sizes)
 
     def after_each(self) -> None:
         self.disk.check_fsync(self.store.fsync_seconds)
@@ -132,23 +139,57 @@ def _compute(missing: list[Sample], store: Store, engine: Any, code: str, guard:
     """Extract and publish, batch by batch."""
     progress = Progress(sum(len(s.input_ids) for s in missing), "tokens", "extract")
     records, faults = {}, []
-    for batch in _batches(missing):
-        guard.before(batch)
-        states = engine.extract([s.input_ids for s in batch], list(store.key.aux_layer_ids))
-        for sample, state in zip(batch, states, strict=True):
-            try:
-                records[sample.sample_id] = _publish(sample, [*state.aux, state.last], store, engine.version, code)
-                work.count(1, len(sample.input_ids))
-                guard.after_each()
-            except ValueError as error:  # not finite: the others do not wait for it
-                faults.append(f"{sample.origin.get('file')}:{sample.origin.get('line')}: {error}")
-            progress.update(len(sample.input_ids))
+    published = _written if hasattr(engine, "write") else _extracted
+    for sample, record in published(missing, store, engine, code, guard):
+        if isinstance(record, ValueError):  # not finite: the others do not wait for it
+            faults.append(f"{sample.origin.get('file')}:{sample.origin.get('line')}: {record}")
+        else:
+            records[sample.sample_id] = record
+            work.count(1, len(sample.input_ids))
+            guard.after_each()
+        progress.update(len(sample.input_ids))
     if faults:
         raise UserError(
             f"{len(faults)} samples have no usable states; the others are kept. {faults[0]}. Remove the line from the "
             "input, or try engine.compute_dtype: float32" + "".join(f"\n  {fault}" for fault in faults[1:])
         )
     return records
+
+
+def _extracted(missing: list[Sample], store: Store, engine: Any, code: str, guard: Guard) -> Published:
+    """The engine hands out states: written here."""
+    for batch in _batches(missing):
+        guard.before(batch)
+        states = engine.extract([s.input_ids for s in batch], list(store.key.aux_layer_ids))
+        for sample, state in zip(batch, states, strict=True):
+            try:
+                yield sample, _publish(sample, [*state.aux, state.last], store, engine.version, code)
+            except ValueError as error:
+                yield sample, error
+
+
+def _written(missing: list[Sample], store: Store, engine: Any, code: str, guard: Guard) -> Published:
+    """The engine writes the files, several at once, the longest first; checked and published here."""
+    samples: dict[Path, Sample] = {}
+
+    def files() -> Iterator[File]:
+        for sample in sorted(missing, key=lambda s: -len(s.input_ids)):
+            guard.before([sample], samples.values())
+            part = store.part(sample.sample_id).resolve()
+            samples[part] = sample
+            rows, form = _rows(sample, store), store.key.storage_format
+            yield File(sample.input_ids, part, form, sample.reply_bounds, rows, code)
+
+    try:
+        for file, answer in engine.write(files()):
+            sample = samples.pop(file.part)
+            if isinstance(answer, ValueError):
+                yield sample, answer
+            else:
+                yield sample, store.accept(sample.sample_id, file.part, *(answer[name] for name in ANSWER))
+    finally:
+        for part in samples:
+            part.unlink(missing_ok=True)
 
 
 def _batches(missing: list[Sample]) -> Iterator[list[Sample]]:
@@ -164,10 +205,14 @@ def _batches(missing: list[Sample]) -> Iterator[list[Sample]]:
 
 def _publish(sample: Sample, states: list[torch.Tensor], store: Store, version: str, code: str) -> dict[str, Any]:
     """Write one sample; of one that was trimmed for another mask the rows of both are kept."""
-    path = store.path(sample.sample_id)
-    rows = load_sample(path).get("last_rows", torch.empty(0)).tolist() if path.exists() else []
-    ids, bounds = sample.input_ids, sample.reply_bounds
+    ids, bounds, rows = sample.input_ids, sample.reply_bounds, _rows(sample, store)
     return store.publish(hidden_states.pack_sample(store.key, ids, bounds, states, version, code, rows))
+
+
+def _rows(sample: Sample, store: Store) -> list[int]:
+    """Rows of the last state that the store has of a sample that was trimmed for another mask."""
+    path = store.path(sample.sample_id)
+    return load_sample(path).get("last_rows", torch.empty(0)).tolist() if path.exists() else []
 
 
 def _probe_once(engine: Any, store: Store) -> None:

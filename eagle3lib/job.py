@@ -207,6 +207,16 @@ def write_json(path: str | os.PathLike, value: Any, indent: int | None = 2) -> N
     write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Files made within are for their owner only: they hold a key."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def write_parquet(path: str | os.PathLike, table: Any) -> None:
     """A pandas frame, without its index."""
     with atomic_write(path) as file:

@@ -21,6 +21,8 @@ from eagle3lib.lineage import code
 
 RESULTS = Path("results")
 STORE = RESULTS / "store"
+ENGINE = RESULTS / "engine"
+ENGINE_LOGS = Path("logs") / "engine"
 SOURCES = RESULTS / "store" / "sources"
 
 # How fast or where, not what: settings that never rerun anything.
@@ -91,11 +93,15 @@ class Run:
             "code": code("eagle3lib.training"),
         }
 
+    def code(self, *modules: str) -> str:
+        """Digest of `modules` and of the configured engine's."""
+        return code(*modules, *engines.MODULES[self.cfg.engine.name])
+
     def maker(self) -> dict[str, str]:
         """What makes a state and is not part of its identity (see `adoption`)."""
         return {
-            "code": code("eagle3lib.hidden_states", engines.MODULES[self.cfg.engine.name]),
-            "engine_version": engines.installed_version(self.cfg.engine.name),
+            "code": self.code("eagle3lib.hidden_states"),
+            "engine_version": engines.installed_version(self.cfg.engine),
         }
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import json
 import os
 import socket
@@ -29,6 +30,7 @@ from eagle3lib.hidden_states import FORMATS, StateKey, content_fault, convertibl
 from eagle3lib.job import append_line, file_lock, fsync_folder, read_lines, save_tensors, started, write_json
 from eagle3lib.lineage import file_sha256
 
+_NUMBERS = itertools.count()
 SYNC_SECONDS = 60  # so much work is hashed again after an unclean end
 
 
@@ -119,29 +121,42 @@ class Store:
 
     # writing
 
-    def publish(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Write one sample; return its record. Nothing appears under its name unless it is whole."""
-        sample = content["meta"]["sample_id"]
+    def part(self, sample: str) -> Path:
+        """A name of ours alone for a sample that is to be written; its folder is there."""
         path = self.path(sample)
         if not path.parent.exists():
             self._make_fan(path.parent)
-        part = path.with_name(f"{sample}.{socket.gethostname()}.{os.getpid()}.part")
+        return path.with_name(f"{sample}.{socket.gethostname()}.{os.getpid()}-{next(_NUMBERS)}.part")
+
+    def publish(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Write one sample; return its record. Nothing appears under its name unless it is whole."""
+        sample = content["meta"]["sample_id"]
+        part = self.part(sample)
         try:
             with open(part, "wb") as raw:
                 hashing = save_tensors(content, raw)
                 raw.flush()
                 start = time.monotonic()
                 os.fsync(raw.fileno())
-                self.fsync_seconds = time.monotonic() - start
-            if reason := self._header_fault(part, sample, content=False):
-                raise OSError(f"{part}: written, but read back differently: {reason}")
-            record = {"sample_id": sample, "bytes": hashing.bytes, "sha256": hashing.sha256.hexdigest()}
-            record = self._append(record)
-            os.replace(part, path)
-            fsync_folder(path.parent)
+                seconds = time.monotonic() - start
+            return self.accept(sample, part, hashing.bytes, hashing.sha256.hexdigest(), seconds)
         finally:
             with contextlib.suppress(OSError):  # on a read-only or dead volume: the first error is the one to tell
                 part.unlink(missing_ok=True)
+
+    def accept(self, sample: str, part: Path, n_bytes: int, sha256: str, fsync_seconds: float) -> dict[str, Any]:
+        """Publish a `.part` that is written and synced; return its record. Its header only is read.
+
+        Raises OSError when it is not the sample that it should be.
+        """
+        self.fsync_seconds = fsync_seconds
+        if part.stat().st_size != n_bytes:
+            raise OSError(f"{part}: {n_bytes} bytes written, {part.stat().st_size} there")
+        if reason := self._header_fault(part, sample, content=False):
+            raise OSError(f"{part}: written, but read back differently: {reason}")
+        record = self._append({"sample_id": sample, "bytes": n_bytes, "sha256": sha256})
+        os.replace(part, self.path(sample))
+        fsync_folder(part.parent)
         if time.monotonic() - self._marked > SYNC_SECONDS:
             self.mark_synced()
         return record
@@ -248,7 +263,8 @@ def _read_manifest(path: Path) -> dict[str, dict]:
 def _being_written(part: Path) -> bool:
     """By another process of this host: a job of another dataset that has the same sample."""
     host, pid = part.name.removesuffix(".part").partition(".")[2].rpartition(".")[::2]
-    return host == socket.gethostname() and int(pid) != os.getpid() and started(int(pid)) is not None
+    writer = int(pid.partition("-")[0])
+    return host == socket.gethostname() and writer != os.getpid() and started(writer) is not None
 
 
 def _sync_filesystem(folder: Path) -> None:

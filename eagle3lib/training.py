@@ -15,7 +15,6 @@ In `folder`: `model.safetensors` (by the names of `DraftModel.trainable()`, fp32
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import math
@@ -45,6 +44,7 @@ from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import content_fault, load_sample, unpack
 from eagle3lib.job import Progress, atomic_write, file_lock, write_json
 from eagle3lib.lineage import file_sha256
+from eagle3lib.processes import end_with_parent
 from eagle3lib.store import set_aside
 from eagle3lib.targets import TargetInfo
 from eagle3lib.training_time_test import SUMS, Batch, TrainingTimeTest, reply_index, summarise
@@ -622,7 +622,7 @@ def _start_workers(job_file: str | os.PathLike, training: TrainingConfig, stderr
         stderr=stderr,
         text=True,
         start_new_session=True,  # Ctrl-C reaches the workers once, through us
-        preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread of ours runs yet
+        preexec_fn=end_with_parent,  # noqa: PLW1509 - no thread of ours runs yet
     )
 
 
@@ -643,16 +643,9 @@ def _follow(agent: subprocess.Popen) -> str | None:
     return error
 
 
-def _end_with_parent() -> None:
-    """Linux: SIGTERM to this process when its parent dies, so that nothing outlives a killed run."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-
-
 def main() -> None:
     """A worker of torchrun: `python -m eagle3lib.training JOB.json`."""
-    _end_with_parent()
+    end_with_parent()
     job = Job.read(sys.argv[1])
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if int(os.environ["LOCAL_RANK"]):

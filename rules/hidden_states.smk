@@ -33,7 +33,7 @@ rule adopt_hidden_states:
     benchmark:
         "results/benchmarks/adopt_hidden_states/{target}/{dataset}/{key}.tsv"
     resources:
-        gpu=lambda w: cfg(w).engine.gpus,
+        gpu=lambda w: cfg(w).engine.gpus_a_job,
     params:
         key=state_key,
         maker=lambda w: plan.of(w).maker(),
@@ -69,11 +69,11 @@ for rule_name, slots, shard_regex in planning.shard_kinds(plan.shard_size):
         wildcard_constraints:
             shard=shard_regex,
         resources:
-            gpu=lambda w: cfg(w).engine.gpus,
+            gpu=lambda w: cfg(w).engine.gpus_a_job,
         params:
             key=state_key,
             shard_sha256=shard_sha256,
-            code=code("eagle3lib.extraction", "eagle3lib.engines.transformers"),
+            code=lambda w: plan.of(w).code("eagle3lib.extraction"),
         script:
             "../scripts/extract_hidden_states.py"
 

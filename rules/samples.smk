@@ -46,11 +46,11 @@ rule regenerate_replies:
     benchmark:
         "results/benchmarks/regenerate_replies/{target}/{dataset}/{part}.tsv"
     resources:
-        gpu=lambda w: cfg(w).engine.gpus,
+        gpu=lambda w: cfg(w).engine.gpus_a_job,
     params:
         dataset=plan.shaping("dataset"),
         shaping=lambda w: plan.of(w).reply_shaping(),
-        code=code("eagle3lib.regeneration", "eagle3lib.engines.transformers"),
+        code=lambda w: plan.of(w).code("eagle3lib.regeneration"),
     script:
         "../scripts/regenerate_replies.py"
 

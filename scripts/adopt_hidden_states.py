@@ -7,7 +7,7 @@ from eagle3lib.store import Store
 
 with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
-    _, open_engine = engine_job.prepare(run, snakemake)
+    _, open_engine = engine_job.prepare(run, snakemake, "extract")
     store = Store(plan.STORE, StateKey.of(snakemake.params.key))
     makers = adoption.adopt(store, snakemake.params.maker, open_engine)
     write_json(snakemake.output.record, makers)

@@ -9,7 +9,7 @@ from eagle3lib.store import Store
 
 with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
-    target, open_engine = engine_job.prepare(run, snakemake)
+    target, open_engine = engine_job.prepare(run, snakemake, "extract")
     counts = extraction.extract_shard(
         Path(snakemake.input.shard),
         [Path(path) for path in snakemake.output.states],

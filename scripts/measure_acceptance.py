@@ -11,7 +11,7 @@ from eagle3lib.store import link
 
 with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
-    target, open_engine = engine_job.prepare(run, snakemake)
+    target, open_engine = engine_job.prepare(run, snakemake, "evaluate")
     tokenizer = AutoTokenizer.from_pretrained(target.path, trust_remote_code=run.target.trust_remote_code)
     conversations = samples.read(snakemake.input.prompts, run.acceptance.max_prompts)
     prompts = [

@@ -10,7 +10,7 @@ from eagle3lib.job import job_log
 
 with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
-    target, open_engine = engine_job.prepare(run, snakemake)
+    target, open_engine = engine_job.prepare(run, snakemake, "generate")
     part, parts = int(snakemake.wildcards.part), run.regenerate.parts
     conversations = samples.read(snakemake.input.conversations, run.dataset.max_conversations)
     budget = run.dataset.token_budget

@@ -1,8 +1,10 @@
-"""Between extraction and training: prove that the GPUs are free."""
+"""Between extraction and training: end the engine that we started, then prove that the GPUs are free."""
 
 from eagle3lib import gpus, plan
+from eagle3lib.engines.sglang import lease
 from eagle3lib.job import job_log, write_json
 
 with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
-    write_json(snakemake.output.record, gpus.release(run.training.gpus, run.gpus))
+    stopped = lease.release(plan.ENGINE, run.engine.grace_seconds)
+    write_json(snakemake.output.record, {"stopped": stopped, **gpus.release(run.training.gpus, run.gpus)})

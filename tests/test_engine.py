@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from eagle3lib.config import EngineConfig
 from eagle3lib.engines import open_engine
 from eagle3lib.engines.decoding import sample
+from eagle3lib.engines.probe import greedy_tokens
 from eagle3lib.engines.ragged import Piece, RaggedPass, SlotCache
 from eagle3lib.engines.transformers import TransformersEngine
 from eagle3lib.errors import UserError
@@ -296,9 +297,9 @@ def test_probe_fails(folder, broken, message):
 def test_probe_compares_with_the_greedy_tokens(engine):
     (_, reply, _) = next(iter(engine.generate([(0, [5, 6, 7], 0)], 64, eos_ids=[])))
     (states,) = engine.extract([[5, 6, 7, *reply]], AUX)
-    assert engine._probe_greedy(reply, states.last[2:-1])["equal"] > 32
+    assert greedy_tokens(engine, reply, engine.head(states.last[2:-1]))["equal"] > 32
     with pytest.raises(UserError, match="before the final norm"):
-        engine._probe_greedy(reply, states.last[1:-2])
+        greedy_tokens(engine, reply, engine.head(states.last[1:-2]))
 
 
 # --- loading -----------------------------------------------------------------------------------------
@@ -328,6 +329,3 @@ def test_missing_weights_are_not_filled_with_noise(tmp_path):
 
 def test_open_engine(folder):
     assert open_engine(EngineConfig(batch_tokens=64), folder).batch_tokens == 64
-    sglang = EngineConfig().model_copy(update={"name": "sglang"})
-    with pytest.raises(UserError, match="engine.name: transformers"):
-        open_engine(sglang, folder)

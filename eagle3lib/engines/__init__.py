@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from eagle3lib.config import EngineConfig
-from eagle3lib.errors import UserError
-
 if TYPE_CHECKING:
     import torch
+
+    from eagle3lib.config import EngineConfig
 
 # (key, prompt ids, seed of its sampling) and (key, reply ids, "stop" or "length")
 Prompt = tuple[Any, Sequence[int], int]
 Reply = tuple[Any, list[int], str]
 
 
-# The module that computes, by the engine's name. (The one of `sglang` arrives with a later version.)
-MODULES = {"transformers": "eagle3lib.engines.transformers", "sglang": "eagle3lib.engines"}
+# The modules that compute, by the engine's name. (Who starts a server or ends it computes nothing.)
+MODULES = {
+    "transformers": ["eagle3lib.engines.transformers"],
+    "sglang": [f"eagle3lib.engines.sglang.{name}" for name in ("plugin", "collector", "writer")],
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,18 @@ class States:
 
     aux: list[torch.Tensor]
     last: torch.Tensor
+
+
+@dataclass(frozen=True)
+class File:
+    """A sample's file that an engine is to write itself; storage_format None: the states as computed, not a sample."""
+
+    input_ids: Sequence[int]
+    part: Path
+    storage_format: str | None
+    reply_bounds: Sequence[int] = ()
+    last_rows: Sequence[int] = ()  # that a trimmed format keeps beside those of reply_bounds
+    code: str = ""
 
 
 class Engine(Protocol):
@@ -63,9 +77,18 @@ class Engine(Protocol):
         ...
 
 
-def installed_version(name: str) -> str:
-    """Version of an engine and of what it computes with, without importing either; "not installed" is one too."""
-    return " ".join(f"{package} {_version(package)}" for package in (name, "torch"))
+def installed_version(engine: EngineConfig) -> str:
+    """Version of an engine and of what it computes with, without importing either; "not installed" is one too.
+
+    Of a server that comes out of a container or that runs already: where it comes from.
+    """
+    if engine.name == "sglang":
+        from eagle3lib.engines.sglang import launch
+
+        if engine.url or engine.command:
+            return f"sglang of {engine.url or ' '.join(engine.command or [])}"
+        return launch.installed_versions(engine.python)
+    return " ".join(f"{package} {_version(package)}" for package in (engine.name, "torch"))
 
 
 def _version(package: str) -> str:
@@ -76,9 +99,7 @@ def _version(package: str) -> str:
 
 
 def open_engine(engine: EngineConfig, target_folder: str | Path, trust_remote_code: bool = False) -> Engine:
-    """Load the target in `target_folder` into the configured engine."""
-    if engine.name == "sglang":
-        raise UserError("config: engine.name: 'sglang' arrives with a later version; set engine.name: transformers")
+    """Load the target in `target_folder` into transformers, in this process."""
     from eagle3lib.engines.transformers import TransformersEngine
 
     return TransformersEngine(

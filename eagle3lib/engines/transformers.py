@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from eagle3lib.engines import Prompt, Reply, States
 from eagle3lib.engines.decoding import Decoding
+from eagle3lib.engines.probe import probe
 from eagle3lib.engines.ragged import ATTENTION, Piece, RaggedPass, SlotCache, common_prefix
 from eagle3lib.errors import UserError
 
@@ -27,14 +28,6 @@ CPU_ROWS = 1024
 
 # A shorter common beginning is not worth a group of its own.
 MIN_SHARED = 16
-
-PROBE_PROMPT, PROBE_TOKENS = 16, 64
-# A row decides only if its top two logits differ by more than the arithmetic can blur.
-TIE_GAP = {"float32": 1e-3, "bfloat16": 0.5}
-# Largest difference of two computations of the same states, as a share of a row's norm. Rounding in another order
-# makes 1e-4 in rows where the target amplifies it (seen in SmolLM2); the next layer differs by 1e-2 and more.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
-
 
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError)
 
@@ -204,25 +197,13 @@ class TransformersEngine:
             )
 
     def probe(self, aux_layer_ids: Sequence[int]) -> dict[str, Any]:
-        """Prove that the states are those asked for (design.md, section 5); a record of what was checked.
-
-        One greedy continuation of 64 tokens is extracted again in one pass: it must agree with plain transformers,
-        with its own extraction among others, and its last states with the tokens that were chosen. Raises
-        UserError naming the layer that differs.
-        """
-        prompt = torch.randint(0, self.vocab_size, (PROBE_PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
-        ((_, reply, _),) = self.generate([(0, prompt, 0)], PROBE_TOKENS, eos_ids=())
-        ids = prompt + reply
-        (states,) = self.extract([ids], aux_layer_ids)
-        record = {
-            "against_transformers": self._probe_reference(ids, states, aux_layer_ids),
-            "in_a_batch": self._probe_batch(ids, states, aux_layer_ids),
-            "greedy_tokens": self._probe_greedy(reply, states.last[len(prompt) - 1 : -1]),
-        }
-        return {"engine": self.name, "version": self.version, "dtype": self.dtype, **record}
+        """See `probe.probe`."""
+        with torch.no_grad():
+            return probe(self, aux_layer_ids, self.vocab_size, self.head, self.reference)
 
     @torch.no_grad()
-    def _probe_reference(self, ids: list[int], states: States, aux_layer_ids: Sequence[int]) -> dict[str, float]:
+    def reference(self, ids: Sequence[int]) -> list[torch.Tensor]:
+        """The n + 1 hidden states [T, H] as plain transformers computes them (the last one post-norm)."""
         self.model.set_attn_implementation("sdpa")
         try:
             output = self.decoder(
@@ -230,47 +211,7 @@ class TransformersEngine:
             )
         finally:
             self.model.set_attn_implementation(ATTENTION)
-        expected = [tensor[0] for tensor in output.hidden_states]
-        differences = {}
-        for k, tensor in [*zip(aux_layer_ids, states.aux, strict=True), (self.num_hidden_layers, states.last)]:
-            what = "the last hidden state (post-norm)" if k == self.num_hidden_layers else f"aux layer {k}"
-            differences[str(k)] = _difference(tensor, expected[k])
-            if not differences[str(k)] <= TOLERANCE[self.dtype]:
-                like = [i for i, e in enumerate(expected) if _difference(tensor, e) <= TOLERANCE[self.dtype]]
-                hint = f"; it is output_hidden_states[{like[0]}]" if like else ""
-                raise UserError(
-                    f"probe: {what} of engine {self.name} {self.version} differs from transformers' "
-                    f"output_hidden_states[{k}] by {differences[str(k)]:.2g} of its size{hint}; do not train on this"
-                )
-        return differences
-
-    def _probe_batch(self, ids: list[int], states: States, aux_layer_ids: Sequence[int]) -> float:
-        batch = self.extract([ids[:7], ids, ids[::-1]], aux_layer_ids)[1]
-        names = [*(f"aux layer {k}" for k in aux_layer_ids), "the last hidden state"]
-        largest = 0.0
-        for name, alone, among in zip(names, [*states.aux, states.last], [*batch.aux, batch.last], strict=True):
-            difference = _difference(among, alone)
-            if not difference <= TOLERANCE[self.dtype]:
-                raise UserError(
-                    f"probe: {name} of one sample differs by {difference:.2g} of its size when it is extracted in a "
-                    f"batch by engine {self.name} {self.version}; set engine.batch_tokens: 1"
-                )
-            largest = max(largest, difference)
-        return largest
-
-    @torch.no_grad()
-    def _probe_greedy(self, reply: list[int], last: torch.Tensor) -> dict[str, Any]:
-        top = self.head(last).float().topk(2)
-        gap = TIE_GAP[self.dtype]
-        decisive = top.values[:, 0] - top.values[:, 1] > gap
-        equal = (top.indices[:, 0] == torch.tensor(reply, device=last.device))[decisive]
-        rows, right = int(decisive.sum()), int(equal.sum())
-        if not rows or right < 0.99 * rows:
-            raise UserError(
-                f"probe: the last hidden state of engine {self.name} {self.version} chooses {right} of {rows} greedy "
-                f"tokens (rows whose top two logits differ by more than {gap}); is it taken before the final norm?"
-            )
-        return {"rows": rows, "equal": right, "gap": gap}
+        return [tensor[0] for tensor in output.hidden_states]
 
 
 class Session:
@@ -394,11 +335,6 @@ def _passes(id_lists: dict[int, Sequence[int]], shared: int, rows: int) -> Itera
         batch.append(i)
         total += len(ids) - shared
     yield batch
-
-
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference of two rows [H] as a share of the row's norm (norms differ by orders); NaN if not finite."""
-    return float(((a.float() - b.float()).norm(dim=-1) / b.float().norm(dim=-1)).max())
 
 
 def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> torch.nn.Module:
