@@ -5,11 +5,13 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What needs the environments of the engines beside our own: `make test-engines`.
+ENGINE_VENVS := .venv-vllm/.done
 # Two spinning OpenMP threads a job starve each other on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: venv demo demo-smoke report test test-durability chaos lint schema lock clean help
+.PHONY: venv venv-vllm demo demo-smoke report test test-durability test-engines chaos lint schema lock clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -21,6 +23,14 @@ $(VENV)/.done: envs/trainer.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --requirement envs/trainer.txt
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+venv-vllm: .venv-vllm/.done  ## vLLM for CPUs, apart from the trainer: their pins of torch's surroundings disagree
+
+# pip leaves what fits the lock as it is. --no-deps: the lock is whole but for what must not be there (envs/lock.py).
+.venv-vllm/.done: envs/vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --requirement envs/vllm.txt
 	touch $@
 
 demo: venv  ## the main job: a draft for SmolLM2-135M, measured, with a report
@@ -38,10 +48,13 @@ report: venv  ## report.html of a finished run, offline
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --configfile $(CONFIG) --report report.html
 
 test: venv  ## all tests but the next (under 12 minutes on two cores)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --ignore=tests/test_durability.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --ignore=tests/test_durability.py --ignore=tests/engines
 
 test-durability: venv  ## whole workflows that lose files, records and room, and go on
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --dist=worksteal tests/test_durability.py
+
+test-engines: venv $(ENGINE_VENVS)  ## the exported draft in the engines that serve it
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses=0 --timeout=1500 tests/engines
 
 chaos: venv  ## kill, fill, cut, flip: 700 times; the last line says what was lost
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --chaos=full --dist=worksteal --timeout=1500
