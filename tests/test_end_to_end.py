@@ -1,51 +1,22 @@
 """The whole chain on a small trained target (tests/small_target.py), through snakemake, as a user runs it."""
 
+import copy
 import json
 
 import pytest
-from small_target import make_small_target, small_prompts
-from workflow import Workspace
+from workflow import SMALL_DRAFT, SMALL_SHARD, small_workspace
 
 from eagle3lib.lineage import file_sha256
 
 pytestmark = pytest.mark.e2e
-K = 16
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("e2e") / "first"
-    inputs = folder / "inputs"
-    inputs.mkdir(parents=True)
-    for name, held_out in (("train", False), ("held_out", True)):
-        lines = [json.dumps({"prompt": prompt}) for prompt in small_prompts(300 if not held_out else 12, held_out)]
-        (inputs / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    workspace = Workspace(
-        folder,
-        {
-            "target": {"name": "small", "model": str(make_small_target(inputs / "target"))},
-            "dataset": {
-                "name": "docs",
-                "conversations": [str(inputs / "train.jsonl")],
-                "token_budget": 4500,
-                "max_tokens": 256,
-                "shard_size": K,
-            },
-            "regenerate": {"max_new_tokens": 64, "batch_size": 32},
-            "storage": {"reserve_bytes": 0},
-            "acceptance": {"prompts": [str(inputs / "held_out.jsonl")], "max_prompts": 12, "max_new_tokens": 64},
-            "runs": [
-                {
-                    "draft": {"name": "trained", "draft_vocab_size": 1024},
-                    "training": {"ttt_steps": 4, "epochs": 4, "learning_rate": 2e-3, "batch_tokens": 512},
-                },
-                {
-                    "draft": {"name": "untrained", "draft_vocab_size": 1024},
-                    "training": {"ttt_steps": 4, "epochs": 1, "learning_rate": 1e-12, "batch_tokens": 512},
-                },
-            ],
-        },
-    )
+    untrained = copy.deepcopy(SMALL_DRAFT)
+    untrained["draft"]["name"] = "untrained"
+    untrained["training"] |= {"epochs": 1, "learning_rate": 1e-12}
+    workspace = small_workspace(tmp_path_factory.mktemp("e2e") / "first", [SMALL_DRAFT, untrained], prompts=12)
     workspace.snakemake()
     return workspace
 
@@ -83,7 +54,7 @@ def test_output_is_the_targets_own(finished):
 
 def test_samples_do_not_fill_their_shards(finished):
     sizes = json.loads(finished.result("small/docs/shards.json").read_text())
-    assert sum(s["n_samples"] for s in sizes.values()) % K != 0
+    assert sum(s["n_samples"] for s in sizes.values()) % SMALL_SHARD != 0
     assert any(name.startswith("tail_") for name in sizes)
     assert len(finished.states()) == sum(s["n_samples"] for s in sizes.values())
 

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3lib import evaluation, export, targets
+from eagle3lib.acceptance import Pass
 from eagle3lib.config import AcceptanceConfig
 from eagle3lib.draft_model import DraftCache, DraftModel, DraftModelConfig
 from eagle3lib.engines.transformers import TransformersEngine
@@ -198,6 +199,16 @@ def test_end_of_turn_among_accepted_drafts_stops_the_reply(tmp_path, counting_ta
     assert [r["reply"] for r in result["per_prompt"]] == [[17, 18, 19, 20], [20], [19, 20]]
     assert [r["passes"] for r in result["per_prompt"]] == [1, 0, 1]
     assert [r["accepted"] for r in result["per_prompt"]] == [2, 0, 0]
+
+
+def test_engines_count_what_is_drafted_behind_the_end(tmp_path, counting_target):
+    """Every chain is accepted whole: past the end of turn, past the limit (1 + 5 + 5 tokens where 9 are allowed)."""
+    info, engine = counting_target
+    export_counting_draft(tmp_path / "draft", info)
+    passes = evaluation.passes_as_engines_count(
+        tmp_path / "draft", info, engine, [[EOS - 4], [EOS - 1], [21]], settings(max_new_tokens=9)
+    )
+    assert passes == [[Pass(4, 4)], [], [Pass(4, 4)] * 2]
 
 
 @pytest.mark.parametrize("limit", [2, 3, 6, 7, 8])
