@@ -47,6 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--delete", nargs="+", metavar="NAME", help="names out of the list, or: all")
     one = add("confirm", _confirm, "yes, make that finished work again (the refused plan names the TOKEN)")
     one.add_argument("token")
+    one = add("push", _push, "an exported draft to the Hugging Face hub; without --yes it only says what would be sent")
+    one.add_argument("draft", help="the exported folder: results/…/export")
+    one.add_argument("repo", help="org/name")
+    one.add_argument("--yes", action="store_true", help="send it")
+    one.add_argument("--public", action="store_true", help="into a public repository (default: private)")
     add("sources", _sources, "prompts that come in packages, for dataset.conversations")
     add("schema", _schema, "the JSON schema of the configuration")
     add("keys", _keys, "every key of the configuration, as a Markdown table")
@@ -85,6 +90,12 @@ def _gc(arguments: argparse.Namespace) -> None:
 def _confirm(arguments: argparse.Namespace) -> None:
     ledger.confirm(STORE, arguments.token)
     print(f"confirmed {arguments.token}; run the same command again")
+
+
+def _push(arguments: argparse.Namespace) -> None:
+    from eagle3lib import hub  # torch, which no other command needs
+
+    hub.push(arguments.draft, arguments.repo, arguments.yes, arguments.public)
 
 
 def _sources(_: argparse.Namespace) -> None:
