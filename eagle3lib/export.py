@@ -160,9 +160,9 @@ def read_export(
     """
     folder = Path(folder)
     values, config = _read_config(folder / CONFIG)
-    tensors = _read_weights(folder)
+    tensors = read_weights(folder)
     mapping = _mapping_of(folder, config, tensors)
-    return config, mapping, values, _checked_shapes(tensors, config, str(_weights_name(folder)), AGAIN)
+    return config, mapping, values, checked_shapes(tensors, config, str(_weights_name(folder)), AGAIN)
 
 
 def served_files(folder: str | os.PathLike) -> list[Path]:
@@ -213,10 +213,10 @@ def _checked_weights(
             f"{config.draft_vocab_size} of {config.vocab_size}; give the mapping of the training"
         )
     plain = {name: t.detach().cpu() for name, t in weights.items() if name != "embed_tokens.weight"}
-    return _checked_shapes(plain, config, "export", "export the weights of a finished training")
+    return checked_shapes(plain, config, "export", "export the weights of a finished training")
 
 
-def _checked_shapes(
+def checked_shapes(
     tensors: Mapping[str, Tensor], config: DraftModelConfig, where: str, remedy: str
 ) -> dict[str, Tensor]:
     """The draft's own weights among `tensors`; UserError for a missing, strange, misshapen or non-finite one."""
@@ -298,7 +298,7 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int
         write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
         try:

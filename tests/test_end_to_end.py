@@ -2,10 +2,19 @@
 
 import copy
 import json
+import re
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from workflow import SMALL_DRAFT, SMALL_SHARD, small_workspace
 
+from eagle3lib import replay
+from eagle3lib.engines.transformers import TransformersEngine
+from eagle3lib.errors import UserError
+from eagle3lib.export import LAYER_IDS
 from eagle3lib.lineage import file_sha256
 
 pytestmark = pytest.mark.e2e
@@ -44,6 +53,31 @@ def test_serving_keeps_what_validation_promises(finished):
     metrics = json.loads(finished.result("small/docs/*/trained/training/training.json").read_text())["metrics"]
     promised = metrics["validation"]["acceptance_length"] - 1
     assert 0.4 * promised < acceptance(finished, "trained")["acceptance_length"] - 1 < 1.3 * promised
+
+
+def test_the_export_replays_as_it_was_trained(finished):
+    export = finished.result("small/docs/*/trained/export").relative_to(finished.run_folder)
+    done = finished.ask("replay", str(export))
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"gap +([\d.]+)", done.stdout)[1]) <= 0.01
+
+
+@pytest.mark.parametrize("fault", ["layer ids", "norm"])
+def test_an_export_that_loads_and_is_wrong_does_not_replay(finished, tmp_path, monkeypatch, fault):
+    """Both keys of the layer ids agree, all shapes are right: only what the draft says tells."""
+    monkeypatch.chdir(finished.run_folder)
+    folder = shutil.copytree(finished.result("small/docs/*/trained/export"), tmp_path / "export")
+    values, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    if fault == "layer ids":
+        for section in (values, values["eagle_config"]):
+            section[LAYER_IDS] = [k - 1 for k in section[LAYER_IDS]]
+    else:
+        tensors["norm.weight"] = torch.ones_like(tensors["norm.weight"])
+    (folder / "config.json").write_text(json.dumps(values))
+    save_file(tensors, folder / "model.safetensors")
+    job = replay.job_of(folder, Path("results/store"))
+    with pytest.raises(UserError, match="served, its accuracy by step is"):
+        replay.replay(folder, job, TransformersEngine(job.target.path))
 
 
 def test_output_is_the_targets_own(finished):
