@@ -6,20 +6,18 @@ vLLM decodes with all drafts.
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from workflow import ROOT, SMALL_DRAFT, small_workspace
 
-from eagle3lib import chat, evaluation, export, samples
+from eagle3lib import chat, evaluation, export, samples, targets
 from eagle3lib.config import AcceptanceConfig
 from eagle3lib.consumers import vllm
-from eagle3lib.draft_model import DraftModelConfig
 from eagle3lib.engines.transformers import TransformersEngine
 from eagle3lib.errors import UserError
 from eagle3lib.targets import TargetInfo
-from eagle3lib.vocab_mapping import VocabMapping
 
 PROMPTS = 32
 
@@ -34,7 +32,7 @@ def chain(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def decoded(chain):
-    """vLLM's runs by name, its versions, and our own passes with `draft`."""
+    """vLLM's runs by name, its versions, and our own passes with `draft` and `whole`."""
     draft = chain.result("small/docs/*/trained/export")
     target = TargetInfo.read(chain.result("targets/small/target.json"))
     cfg = AcceptanceConfig(prompts=["unused"], max_new_tokens=64, draft_steps=4)
@@ -47,23 +45,35 @@ def decoded(chain):
         "without": None,
         "draft": draft,
         "shards": in_shards(draft, target, chain.folder / "shards"),
+        "whole": whole_vocabulary(draft, target, chain.folder / "whole"),
         "one_below": off_by(-1, draft, chain.folder / "one_below"),
         "one_above": off_by(+1, draft, chain.folder / "one_above"),
     }
     job = vllm.Job.of(target, list(drafts.values()), prompts, cfg)
     versions, runs = vllm.decode(job, chain.folder / "vllm", ROOT / vllm.PYTHON)
-    ours = evaluation.passes_as_engines_count(draft, target, TransformersEngine(target.path), prompts, cfg)
+    engine = TransformersEngine(target.path)
+    ours = {
+        name: evaluation.passes_as_engines_count(drafts[name], target, engine, prompts, cfg)
+        for name in ("draft", "whole")
+    }
     return dict(zip(drafts, runs, strict=True)), versions, ours
 
 
 def in_shards(draft, target, folder):
     """The same draft, exported in several files."""
-    values = json.loads((draft / "config.json").read_text())
-    tensors = load_file(draft / "model.safetensors")
-    mapping = VocabMapping(t2d=tensors.pop("t2d"), d2t=tensors.pop("d2t"))
-    config, ids = DraftModelConfig.from_dict(values), values[export.LAYER_IDS]
-    export.export_draft(tensors, config, mapping, target, ids, folder, shard_bytes=300_000)
+    config, mapping, values, weights = export.read_export(draft)
+    export.export_draft(weights, config, mapping, target, values[export.LAYER_IDS], folder, shard_bytes=300_000)
     assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+def whole_vocabulary(draft, target, folder):
+    """The same draft without a map: the tokens that it did not know have the target's own rows of the head."""
+    config, mapping, values, weights = export.read_export(draft)
+    head = targets.load_head(target).clone()
+    head[mapping.target_ids] = weights["lm_head.weight"].to(head.dtype)
+    config = replace(config, draft_vocab_size=config.vocab_size)
+    export.export_draft(weights | {"lm_head.weight": head}, config, None, target, values[export.LAYER_IDS], folder)
     return folder
 
 
@@ -78,7 +88,7 @@ def off_by(shift, draft, folder):
 
 def test_decodes_as_we_do(decoded):
     runs, versions, ours = decoded
-    result = vllm.compare(runs["without"], runs["draft"], ours)
+    result = vllm.compare(runs["without"], runs["draft"], ours["draft"])
     print(json.dumps(result | {"versions": versions}, indent=1))
     assert result["prompts"] == PROMPTS == result["identical"] + result["near_ties"]
     assert result["near_ties"] <= 1
@@ -95,6 +105,11 @@ def test_the_reference_is_the_target_without_a_draft(decoded):
     assert max(lengths) <= 64 and sum(lengths) > 16 * PROMPTS
 
 
+def test_a_draft_of_the_whole_vocabulary_needs_no_map(decoded):
+    runs, _, ours = decoded
+    assert vllm.compare(runs["without"], runs["whole"], ours["whole"])["acceptance_length"] > 1.5
+
+
 def test_a_draft_in_shards_is_the_same_draft(decoded):
     runs, _, _ = decoded
     one, several = runs["draft"], runs["shards"]
@@ -107,7 +122,7 @@ def test_layer_ids_off_by_one_are_found(decoded, name):
     runs, _, ours = decoded
     assert runs[name].replies == runs["without"].replies
     with pytest.raises(UserError, match="serves another draft than the one measured"):
-        vllm.compare(runs["without"], runs[name], ours)
+        vllm.compare(runs["without"], runs[name], ours["draft"])
 
 
 def test_counters_and_single_replies_tell_the_same(decoded):
