@@ -83,11 +83,13 @@ def test_no_pass_at_all_is_no_agreement():
         vllm.compare(WITHOUT, drafting([[], []]), OURS)
 
 
-def test_job_leaves_room_behind_the_limit_and_stays_within_the_positions():
+def test_job_leaves_room_behind_the_limit():
     cfg = AcceptanceConfig(prompts=["unused"], max_new_tokens=16, draft_steps=4)
     target = make_target()
-    assert vllm.Job.of(target, [None], [[1] * 10, [1]], cfg).max_model_len == 10 + 16 + 4 + 1
-    assert vllm.Job.of(target, [None], [[1] * 495], cfg).max_model_len == target.max_position_embeddings
+    assert vllm.Job.of(target, [None], [[1] * 10, [1]], cfg).max_model_len == 10 + 16 + 5 + 5
+    assert vllm.Job.of(target, [None], [[1] * 486], cfg).max_model_len == target.max_position_embeddings
+    with pytest.raises(UserError, match="the longest prompt needs 513 positions .* the target has 512"):
+        vllm.Job.of(target, [None], [[1] * 487], cfg)
     job = vllm.Job.of(target, [None, "drafts/one"], [[1]], cfg)
     assert job.drafts[0] is None and job.drafts[1].startswith("/") and list(job.stop_ids) == target.eos_token_ids
 

@@ -63,9 +63,17 @@ class Job:
         cfg: AcceptanceConfig,
         **more: Any,
     ) -> Job:
-        """As `evaluation.passes_as_engines_count` decodes: same prompts, limit, draft steps, ends of turn."""
-        # Near the limit of positions vLLM drafts less: drafts past the end of a reply must have room.
-        longest = max(map(len, prompts)) + cfg.max_new_tokens + cfg.draft_steps + 1
+        """As `evaluation.passes_as_engines_count` decodes: same prompts, limit, draft steps, ends of turn.
+
+        Raises UserError where the longest prompt and its reply come too near to the target's positions.
+        """
+        # vLLM drafts zeros, for the whole batch, as soon as one sequence and K tokens more do not fit.
+        room = max(map(len, prompts)) + cfg.max_new_tokens + 2 * (cfg.draft_steps + 1)
+        if room > target.max_position_embeddings:
+            raise UserError(
+                f"vLLM: the longest prompt needs {room} positions with acceptance.max_new_tokens and twice the draft "
+                f"steps, the target has {target.max_position_embeddings}; leave it out or lower max_new_tokens"
+            )
         return cls(
             target=str(Path(target.path).resolve()),
             drafts=[None if draft is None else str(Path(draft).resolve()) for draft in drafts],
@@ -73,7 +81,7 @@ class Job:
             max_new_tokens=cfg.max_new_tokens,
             draft_steps=cfg.draft_steps,
             stop_ids=list(target.eos_token_ids),
-            max_model_len=min(longest, target.max_position_embeddings),
+            max_model_len=room,
             **more,
         )
 

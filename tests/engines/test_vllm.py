@@ -9,7 +9,9 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from test_evaluation import export_trained_draft
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from workflow import ROOT, SMALL_DRAFT, small_workspace
 
 from eagle3lib import chat, evaluation, export, samples, targets
@@ -136,3 +138,40 @@ def test_the_workflows_own_figure_is_near(chain, decoded):
     """acceptance.json leaves out what is drafted behind a reply's end, and degenerate replies."""
     own = json.loads(chain.result("small/docs/*/trained/acceptance.json").read_text())
     assert own["acceptance_length_all"] == pytest.approx(decoded[0]["draft"].acceptance_length, abs=0.1)
+
+
+ROPES = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 8.0},
+}
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_scaled_rope_is_served_as_it_was_trained(tmp_path, rope_type):
+    """On a random target; replies run to the limit of tokens. Scaling left out of the draft's config is found."""
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "original_max_position_embeddings": 32, **ROPES[rope_type]}
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, initializer_range=0.35,
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=None, rope_parameters=rope,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    target, engine = targets.load_info(tmp_path / "target"), TransformersEngine(tmp_path / "target")
+    export_trained_draft(tmp_path / "draft", target, engine, steps=20)
+    unscaled = shutil.copytree(tmp_path / "draft", tmp_path / "unscaled")
+    values = json.loads((unscaled / "config.json").read_text())
+    values |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rope_scaling": None}
+    (unscaled / "config.json").write_text(json.dumps(values))
+
+    prompts = torch.randint(32, (16, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    cfg = AcceptanceConfig(prompts=["unused"], max_new_tokens=100, draft_steps=3)
+    job = vllm.Job.of(target, [None, tmp_path / "draft", unscaled], prompts, cfg)
+    _, (without, draft, other) = vllm.decode(job, tmp_path / "vllm", ROOT / vllm.PYTHON)
+    ours = evaluation.passes_as_engines_count(tmp_path / "draft", target, engine, prompts, cfg)
+    result = vllm.compare(without, draft, ours)
+    print(rope_type, result)
+    assert result["identical"] + result["near_ties"] == 16 and result["acceptance_length"] > 1.05
+    assert {len(reply) for reply in draft.replies} == {100}
+    with pytest.raises(UserError, match="serves another draft"):
+        vllm.compare(without, other, ours)
