@@ -5,11 +5,13 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What needs the environments of the engines beside our own: `make test-engines`.
+ENGINE_VENVS := .venv-sglang/.done .venv-vllm/.done
 # Two spinning OpenMP threads a job starve each other on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: venv sglang demo demo-smoke demo-sglang report test test-durability test-engines chaos lint schema lock clean help
+.PHONY: venv venv-sglang venv-vllm demo demo-smoke demo-sglang report test test-durability test-engines chaos lint schema lock clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -23,6 +25,26 @@ $(VENV)/.done: envs/trainer.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
+venv-vllm: .venv-vllm/.done  ## vLLM for CPUs, apart from the trainer: their pins of torch's surroundings disagree
+
+# pip leaves what fits the lock as it is. --no-deps: the lock is whole but for what must not be there (envs/lock.py).
+.venv-vllm/.done: envs/vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --requirement envs/vllm.txt
+	touch $@
+
+venv-sglang: .venv-sglang/.done  ## SGLang, for this machine's driver or its CPU
+
+# Made once, never replaced: a run may be under way with it.
+.venv-sglang/.done:
+	$(PYTHON) -m venv .venv-sglang
+	if [ -e /proc/driver/nvidia/version ]; then \
+	  .venv-sglang/bin/python -m pip install --quiet --requirement envs/sglang.in; \
+	else \
+	  .venv-sglang/bin/python -m pip install --quiet --no-deps --requirement envs/sglang-cpu.txt; \
+	fi
+	touch $@
+
 demo: venv  ## the main job: a draft for SmolLM2-135M, measured, with a report
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --cores all --resources gpu=8
 	$(MAKE) --no-print-directory report
@@ -31,6 +53,11 @@ demo: venv  ## the main job: a draft for SmolLM2-135M, measured, with a report
 demo-smoke: venv  ## the same chain at the smallest size
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --cores all --configfile config/smoke.yaml
 	$(MAKE) --no-print-directory report CONFIG=config/smoke.yaml
+	@cat results/summary.md
+
+demo-sglang: venv venv-sglang  ## the main job with a SGLang server on the CPU
+	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --cores all --configfile config/demo-sglang.yaml
+	$(MAKE) --no-print-directory report CONFIG=config/demo-sglang.yaml
 	@cat results/summary.md
 
 CONFIG ?= config/config.yaml
@@ -43,26 +70,10 @@ test: venv  ## all tests but those of the next targets (under 12 minutes on two 
 test-durability: venv  ## whole workflows that lose files, records and room, and go on
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --dist=worksteal tests/test_durability.py
 
-test-engines: venv sglang  ## real servers: SGLang on a CPU (its environment: make sglang)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses=0 tests/engines
-
-# Never one that is there already: of yours, or of an earlier version that a run is under way with.
-sglang: | .venv-sglang/.done  ## SGLang in an environment of its own, for this machine's driver or its CPU
-
-.venv-sglang/.done:
-	$(PYTHON) -m venv .venv-sglang
-	if [ -e /proc/driver/nvidia/version ]; then \
-	  .venv-sglang/bin/python -m pip install --quiet --requirement envs/sglang.in; \
-	else \
-	  .venv-sglang/bin/python -m pip install --quiet $$(grep ^torch== envs/sglang-cpu.txt) && \
-	  .venv-sglang/bin/python -m pip install --quiet --no-deps --requirement envs/sglang-cpu.txt; \
-	fi
-	touch $@
-
-demo-sglang: venv sglang  ## the main job with a SGLang server on the CPU
-	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --cores all --configfile config/demo-sglang.yaml
-	$(MAKE) --no-print-directory report CONFIG=config/demo-sglang.yaml
-	@cat results/summary.md
+# Of the engines' tests: all, or by `-m`.
+ENGINE_TESTS ?=
+test-engines: venv $(ENGINE_VENVS)  ## a real SGLang server extracts; vLLM decodes with the exported draft
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses=0 --timeout=1500 tests/engines $(ENGINE_TESTS)
 
 chaos: venv  ## kill, fill, cut, flip: 700 times; the last line says what was lost
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/chaos --chaos=full --dist=worksteal --timeout=1500

@@ -50,6 +50,20 @@ def _parser() -> argparse.ArgumentParser:
     about = "the command that starts an SGLang server with our plugin, for engine.url"
     one = add("engine-command", _engine_command, about, configured=True)
     one.add_argument("--role", choices=("generate", "extract"), default="extract", help="what it is for")
+    one = add("replay", _replay, "is an exported draft served as it was trained? on held-out samples of its training")
+    one.add_argument("draft", help="the exported folder: results/…/export")
+    one.add_argument("--samples", type=int, default=16, help="at most so many (16)")
+    one = add("check", _check, "is any EAGLE-3 draft what its folder says? names the likely cause of low acceptance")
+    one.add_argument("draft", help="its folder")
+    one.add_argument("target", help="a folder, or a hub id whose files are here")
+    one.add_argument("prompts", nargs="+", help="as acceptance.prompts")
+    one.add_argument("--max-prompts", type=int, default=16, help="use the first so many (16)")
+    one.add_argument("--max-new-tokens", type=int, default=64, help="longest reply in tokens (64)")
+    one = add("push", _push, "an exported draft to the Hugging Face hub; without --yes it only says what would be sent")
+    one.add_argument("draft", help="the exported folder: results/…/export")
+    one.add_argument("repo", help="org/name")
+    one.add_argument("--yes", action="store_true", help="send it")
+    one.add_argument("--public", action="store_true", help="into a public repository (default: private)")
     add("sources", _sources, "prompts that come in packages, for dataset.conversations")
     add("schema", _schema, "the JSON schema of the configuration")
     add("keys", _keys, "every key of the configuration, as a Markdown table")
@@ -101,6 +115,35 @@ def _engine_command(arguments: argparse.Namespace) -> None:
     layers = run.key.aux_layer_ids if arguments.role == "extract" else ()
     wanted = engine_job.wanted(run.cfg, TargetInfo.read(run.target_file), arguments.role, layers)
     print(launch.shell_command(run.cfg.engine, wanted, ENGINE / "attached"))
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    from eagle3lib import engines, replay
+
+    job = replay.job_of(arguments.draft, STORE)
+    engine = engines.open_engine(config.EngineConfig(), job.target.path)
+    print(replay.describe(replay.replay(arguments.draft, job, engine, arguments.samples)))
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from transformers import AutoTokenizer
+
+    from eagle3lib import chat, diagnosis, engines, samples
+
+    target = diagnosis.find_target(arguments.target)
+    tokenizer = AutoTokenizer.from_pretrained(target.path)
+    conversations = samples.read(arguments.prompts, arguments.max_prompts)
+    prompts = [chat.prompt_ids(tokenizer, samples.prompt_messages(one.messages)) for one in conversations]
+    engine = engines.open_engine(config.EngineConfig(), target.path)
+    result = diagnosis.check(arguments.draft, target, engine, prompts, arguments.max_new_tokens)
+    print(diagnosis.describe(result))
+    return 1 if result["cause"] else 0
+
+
+def _push(arguments: argparse.Namespace) -> None:
+    from eagle3lib import hub
+
+    hub.push(arguments.draft, arguments.repo, arguments.yes, arguments.public)
 
 
 def _sources(_: argparse.Namespace) -> None:

@@ -57,6 +57,44 @@ def judge(drafts: Sequence[int], wanted: Sequence[int], room: int, stop_ids: Seq
     return emitted, Pass(drafted=len(drafts), accepted=accepted)
 
 
+def until_end(passes: Sequence[Pass], reply: Sequence[int], limit: int, stop_ids: Sequence[int]) -> list[Pass]:
+    """The passes in which a reply was still under way, each counted whole: as vLLM and SGLang count.
+
+    They count all drafts of the pass in which a reply ends, also those behind its end. To know what becomes of them,
+    `passes` and `reply` are those of a decoding that went on past `limit` tokens and past stop tokens.
+    """
+    kept, done = [], 1
+    for one in passes:
+        if done >= limit or not set(stop_ids).isdisjoint(reply[:done]):
+            break
+        kept.append(one)
+        done += 1 + one.accepted
+    return kept
+
+
+class OtherOutput(ValueError):
+    """Two greedy replies to one prompt differ where the target was not undecided."""
+
+
+def parted_at(reply: Sequence[int], reference: Sequence[int], gaps: Sequence[float], tie_gap: float) -> int | None:
+    """None when the replies are equal, else the index of the near tie at which they part.
+
+    gaps: the lead of the target's best logit over its second at each token of either of the two; below `tie_gap` it is
+    a near tie. Raises OtherOutput when the first difference is none.
+    """
+    if list(reply) == list(reference):
+        return None
+    common = min(len(reply), len(reference))
+    first = next((i for i in range(common) if reply[i] != reference[i]), common)
+    if first < common and gaps[first] < tie_gap:
+        return first
+    found, wanted = (ids[first] if first < len(ids) else "its end" for ids in (reply, reference))
+    gap = f"{gaps[first]:.3g}" if first < len(gaps) else "-"
+    raise OtherOutput(
+        f"gave {found} at reply token {first} instead of {wanted} (logit gap {gap}, near ties end at {tie_gap:g})"
+    )
+
+
 def replay(prompt: Sequence[int], reply: Sequence[int], draft_steps: int, drafter: Drafter) -> list[Pass]:
     """The passes that `drafter` would have had on a greedy reply that is already known.
 

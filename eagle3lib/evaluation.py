@@ -184,9 +184,7 @@ def measure_acceptance(
     Main figures are over replies that are not degenerate; `acceptance_length_all` is over all, and
     `ngram` holds the same figures for the n-gram baseline on the same replies.
     """
-    export.check_export(folder, target)
-    draft, mapping, values = export.load_exported(folder, targets.load_embedding(target), getattr(torch, engine.dtype))
-    draft.to(getattr(engine, "device", "cpu"))
+    draft, mapping, values = _load_draft(folder, target, engine)
     prompts = _checked_prompts(list(prompts)[: cfg.max_prompts], target, cfg)
     tie_gap = TIE_GAP[engine.dtype] if tie_gap is None else tie_gap
     references = engine.greedy(prompts, cfg.max_new_tokens)
@@ -197,6 +195,36 @@ def measure_acceptance(
         progress.update(1, acceptance_length=_pooled(records) or 0.0)
     records.sort(key=lambda record: record.number)
     return _result(records, cfg, tie_gap) | {"lineage": values["eagle3lib"]["lineage"]}
+
+
+def passes_as_engines_count(
+    folder: str | os.PathLike,
+    target: TargetInfo,
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    cfg: AcceptanceConfig,
+) -> list[list[Pass]]:
+    """The passes of each prompt's reply, in the order of the prompts, as vLLM and SGLang count them.
+
+    That is `acceptance.until_end`: what an engine's own counters must show for the same draft, prompts and limit.
+    """
+    draft, mapping, values = _load_draft(folder, target, engine)
+    further = cfg.model_copy(update={"max_new_tokens": cfg.max_new_tokens + cfg.draft_steps + 1})
+    prompts = _checked_prompts(list(prompts), target, further)
+    passes: list[list[Pass]] = [[] for _ in prompts]
+    for one in _replies(engine, draft, mapping, values[export.LAYER_IDS], prompts, further, stop_ids=()):
+        seen = one.decoded
+        passes[one.number] = acceptance.until_end(seen.passes, seen.reply, cfg.max_new_tokens, target.eos_token_ids)
+    return passes
+
+
+def _load_draft(
+    folder: str | os.PathLike, target: TargetInfo, engine: Any
+) -> tuple[DraftModel, VocabMapping, dict[str, Any]]:
+    """`export.load_exported` where the engine computes, after `export.check_export`."""
+    export.check_export(folder, target)
+    draft, mapping, values = export.load_exported(folder, targets.load_embedding(target), getattr(torch, engine.dtype))
+    return draft.to(getattr(engine, "device", "cpu")), mapping, values
 
 
 def _replies(
@@ -223,20 +251,13 @@ def compare_with_reference(number: int, decoded: Decoded, reference: Sequence[in
 
     Raises UserError when the first difference is no near tie.
     """
-    reply = decoded.reply
-    if reply == list(reference):
-        return None
-    common = min(len(reply), len(reference))
-    first = next((i for i in range(common) if reply[i] != reference[i]), common)
-    if first < common and decoded.gaps[first] < tie_gap:
-        return first
-    found, wanted = (ids[first] if first < len(ids) else "its end" for ids in (reply, reference))
-    gap = f"{decoded.gaps[first]:.3g}" if first < len(reply) else "-"
-    raise UserError(
-        f"acceptance: prompt {number}: speculative decoding gave {found} at reply token {first}, the target's own "
-        f"greedy reply has {wanted} there (logit gap {gap}, near ties end at {tie_gap:g}); the engine's session and "
-        "its batched generation disagree: use engine.compute_dtype float32, or report it"
-    )
+    try:
+        return acceptance.parted_at(decoded.reply, reference, decoded.gaps, tie_gap)
+    except acceptance.OtherOutput as other:
+        raise UserError(
+            f"acceptance: prompt {number}: speculative decoding {other}, the target's own greedy reply; the engine's "
+            "session and its batched generation disagree: use engine.compute_dtype float32, or report it"
+        ) from None
 
 
 def _checked_prompts(prompts: list[Sequence[int]], target: TargetInfo, cfg: AcceptanceConfig) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """The finished draft as one folder that SGLang 0.5.23 and vLLM 0.32 both load.
 
 - `config.json`: a Llama config whose RoPE and `max_position_embeddings` are the target's.
-- `model.safetensors`: `midlayer.*` (q, k, v take 2H), `fc.weight` [H, L*H], `norm.weight`, `lm_head.weight` [Vd, H].
+- `model.safetensors`: `midlayer.*` (q, k, v take 2H), `fc.weight` [H, L*H], `norm.weight`, `lm_head.weight` [Vd, H];
+  above `SHARD_BYTES` several files and `model.safetensors.index.json`, as transformers writes them.
 - `d2t` int64 [Vd] (offsets: target id = i + d2t[i]) and `t2d` bool [V]; left out when Vd == V.
 - `embed_tokens` is left out: both engines share the target's embedding with the draft.
 - Layer ids, ours being k: `eagle_aux_hidden_state_layer_ids` = k is what vLLM reads (first),
@@ -22,11 +23,12 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import LlamaConfig
 
-from eagle3lib import __version__
+from eagle3lib import __version__, targets
 from eagle3lib.draft_model import DraftModel, DraftModelConfig, rotary_frequencies
 from eagle3lib.errors import UserError
 from eagle3lib.job import fsync_folder, write_json, write_text
@@ -36,6 +38,8 @@ from eagle3lib.vocab_mapping import VocabMapping
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MAP_NAMES = ("d2t", "t2d")
+CONFIG, WEIGHTS, INDEX, CARD_FILE = "config.json", "model.safetensors", "model.safetensors.index.json", "README.md"
+SHARD_BYTES = 5 * 10**9  # the hub's own limit for a file that loads well
 AGAIN = "export the draft again (snakemake export_draft_model)"
 
 
@@ -48,6 +52,7 @@ def export_draft(
     folder: str | os.PathLike,
     metadata: Mapping[str, Any] | None = None,
     dtype: str = "bfloat16",
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the folder whole or not at all (`.part`, then renamed), and read it back (`check_export`).
 
@@ -62,9 +67,9 @@ def export_draft(
         tensors |= {"d2t": mapping.d2t, "t2d": mapping.t2d}
     metadata = dict(metadata or {})
     with _folder_write(Path(folder)) as part:
-        write_json(part / "config.json", serving_config(config, target, aux_layer_ids, metadata, dtype))
-        safetensors.torch.save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-        write_text(part / "README.md", model_card(config, target, aux_layer_ids, metadata, dtype))
+        write_json(part / CONFIG, serving_config(config, target, aux_layer_ids, metadata, dtype))
+        _write_weights(part, tensors, shard_bytes)
+        write_text(part / CARD_FILE, model_card(config, target, aux_layer_ids, metadata, dtype))
         check_export(part, target, aux_layer_ids)
 
 
@@ -130,8 +135,8 @@ def check_export(folder: str | os.PathLike, target: TargetInfo, aux_layer_ids: S
     Checked: names, shapes and finiteness of the weights, the vocabulary map, both conventions
     of the layer ids, sizes, `max_position_embeddings` and the RoPE frequencies of the target.
     """
-    path = Path(folder) / "config.json"
-    values, config = _read_config(path)
+    path = Path(folder) / CONFIG
+    config, _, values, _ = read_export(folder)
     _check_layer_ids(path, values, target, aux_layer_ids)
     for key, expected in {
         "architectures": [ARCHITECTURE],
@@ -144,9 +149,27 @@ def check_export(folder: str | os.PathLike, target: TargetInfo, aux_layer_ids: S
     }.items():
         _check_key(path, key, values.get(key), expected)
     _check_rope(path, config, target)
-    tensors = _read_weights(Path(folder) / "model.safetensors")
-    _mapping_of(Path(folder), config, tensors)
-    _checked_shapes(tensors, config, str(Path(folder) / "model.safetensors"), AGAIN)
+
+
+def read_export(
+    folder: str | os.PathLike,
+) -> tuple[DraftModelConfig, VocabMapping, dict[str, Any], dict[str, Tensor]]:
+    """Shape of the draft, its vocabulary mapping, the values of config.json and the weights without the embedding.
+
+    Raises UserError, naming file and key, for a folder that is not whole: what can be seen without the target.
+    """
+    folder = Path(folder)
+    values, config = _read_config(folder / CONFIG)
+    tensors = read_weights(folder)
+    mapping = _mapping_of(folder, config, tensors)
+    return config, mapping, values, checked_shapes(tensors, config, str(_weights_name(folder)), AGAIN)
+
+
+def served_files(folder: str | os.PathLike) -> list[Path]:
+    """What an engine reads of an exported folder: the weights and config.json."""
+    folder = Path(folder)
+    index = [folder / INDEX] if (folder / INDEX).exists() else []
+    return [*_weight_files(folder), *index, folder / CONFIG]
 
 
 def load_exported(
@@ -157,15 +180,11 @@ def load_exported(
     embedding: the target's input embedding [V, H] (`targets.load_embedding`), which the folder
     does not hold. dtype: arithmetic of the draft. Raises UserError for a folder that is not whole.
     """
-    folder = Path(folder)
-    values, config = _read_config(folder / "config.json")
-    tensors = _read_weights(folder / "model.safetensors")
-    mapping = _mapping_of(folder, config, tensors)
-    weights = _checked_shapes(tensors, config, str(folder / "model.safetensors"), AGAIN)
+    config, mapping, values, weights = read_export(folder)
     expected = (config.vocab_size, config.hidden_size)
     if tuple(embedding.shape) != expected:
         raise UserError(
-            f"{folder / 'config.json'}: vocab_size, hidden_size: the draft expects an embedding of {list(expected)}, "
+            f"{Path(folder) / CONFIG}: vocab_size, hidden_size: the draft expects an embedding of {list(expected)}, "
             f"the target has {list(embedding.shape)}; use the target that the draft was trained for"
         )
     model = DraftModel(config)
@@ -194,10 +213,10 @@ def _checked_weights(
             f"{config.draft_vocab_size} of {config.vocab_size}; give the mapping of the training"
         )
     plain = {name: t.detach().cpu() for name, t in weights.items() if name != "embed_tokens.weight"}
-    return _checked_shapes(plain, config, "export", "export the weights of a finished training")
+    return checked_shapes(plain, config, "export", "export the weights of a finished training")
 
 
-def _checked_shapes(
+def checked_shapes(
     tensors: Mapping[str, Tensor], config: DraftModelConfig, where: str, remedy: str
 ) -> dict[str, Tensor]:
     """The draft's own weights among `tensors`; UserError for a missing, strange, misshapen or non-finite one."""
@@ -270,18 +289,45 @@ def _read_config(path: Path) -> tuple[dict[str, Any], DraftModelConfig]:
         raise UserError(f"{path}: not the config of a draft ({error}); {AGAIN}") from None
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
+def _write_weights(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:
+    """One file, or several with an index where they exceed `shard_bytes`."""
+    split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=shard_bytes)
+    for file, names in split.filename_to_tensors.items():
+        safetensors.torch.save_file({n: tensors[n] for n in names}, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in _weight_files(folder):
+        try:
+            tensors |= safetensors.torch.load_file(path)
+        except FileNotFoundError:
+            raise UserError(f"{path}: missing; {AGAIN}") from None
+        except SafetensorError as error:
+            raise UserError(f"{path}: cannot be read ({error}); {AGAIN}") from None
+    return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if not index.exists():
+        return [folder / WEIGHTS]
     try:
-        return safetensors.torch.load_file(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing; {AGAIN}") from None
-    except SafetensorError as error:
-        raise UserError(f"{path}: cannot be read ({error}); {AGAIN}") from None
+        return [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: not an index of weights ({error!r}); {AGAIN}") from None
+
+
+def _weights_name(folder: Path) -> Path:
+    """The file to name when a tensor is wrong."""
+    return folder / (INDEX if (folder / INDEX).exists() else WEIGHTS)
 
 
 def _mapping_of(folder: Path, config: DraftModelConfig, tensors: Mapping[str, Tensor]) -> VocabMapping:
     """The mapping in the weights; the identity where Vd == V."""
-    path = folder / "model.safetensors"
+    path = _weights_name(folder)
     if config.draft_vocab_size == config.vocab_size and not any(name in tensors for name in MAP_NAMES):
         return VocabMapping.from_target_ids(torch.arange(config.vocab_size), config.vocab_size)
     for name in MAP_NAMES:
@@ -326,8 +372,8 @@ def _folder_write(folder: Path) -> Iterator[Path]:
 
 CARD = """\
 ---
-base_model: {target_model}
-library_name: eagle3lib
+{base_model}library_name: eagle3lib
+pipeline_tag: text-generation
 tags: [eagle3, speculative-decoding]
 ---
 # {title}
@@ -340,6 +386,8 @@ target's. It works with this target only.
 {facts}
 
 ## Serving
+
+`.` is this folder; the name of a repository that it was pushed to does as well.
 
 SGLang:
 
@@ -381,9 +429,10 @@ def model_card(
     facts |= {key: value for key, value in metadata.items() if key not in named}
     facts |= {name: _figure(value) for name, value in (metadata.get("metrics") or {}).items()}
     return CARD.format(
-        target_model=target_model,
-        # An engine can load a hub id or a folder, not what our config calls a package.
-        served=target.path if target_model.startswith("package:") else target_model,
+        # The hub refuses a card whose base_model is a path.
+        base_model=f"base_model: {target_model}\n" if targets.is_hub_id(target_model) else "",
+        # An engine loads a hub id or a folder: not what our config calls a package, nor a path relative to the run.
+        served=target_model if targets.is_hub_id(target_model) else Path(target.path).resolve(),
         title=metadata.get("name") or "EAGLE-3 draft",
         facts="\n".join(f"| {key} | {value} |" for key, value in facts.items()),
         version=__version__,

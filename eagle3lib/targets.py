@@ -84,11 +84,16 @@ def source(target: TargetConfig) -> tuple[str, str]:
     path = Path(model).expanduser()
     if path.is_dir():
         return "folder", str(path)
-    if model.startswith(("/", "./", "../", "~")) or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+    if not is_hub_id(model):
         raise UserError(
             f"config: target.model: no folder {model!r}; give an existing folder, a hub id (org/name) or package:NAME"
         )
     return "hub", model
+
+
+def is_hub_id(model: str) -> bool:
+    """Does the hub know such a name (org/name)? A folder of that name is a folder."""
+    return not Path(model).is_dir() and bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", model))
 
 
 def hub_snapshot(target: TargetConfig) -> Path | None:

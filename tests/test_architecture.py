@@ -15,7 +15,8 @@ LAYERS = [
     {"samples", "sources", "targets", "shards", "hidden_states", "checkpoint", "export", "gpus", "plots", "engines"},
     {"disk", "store", "ledger", "records", "verification"},
     {"extraction", "adoption", "engine_job", "training", "evaluation", "regeneration", "summary", "plan", "drafts"},
-    {"overview", "why"},
+    {"consumers", "hub", "overview", "replay", "why"},
+    {"diagnosis"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

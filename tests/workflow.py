@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,12 +12,14 @@ from collections import Counter
 from pathlib import Path
 
 import yaml
+from small_target import make_small_target, small_prompts
 from tiny import make_target, write_conversations
 
 ROOT = Path(__file__).parent.parent
 
 
 TINY_SAMPLES, TINY_SHARD = 7, 4  # one full shard, tail_2, tail_1
+SMALL_SHARD = 16
 AFTER_TRAINING = {"export_draft_model": 1, "measure_acceptance": 1, "plot_results": 1, "summarize": 1}
 
 
@@ -141,6 +144,41 @@ def tiny_workspace(folder: Path, samples: int, shard_size: int) -> Workspace:
             },
         },
     )
+
+
+def small_workspace(folder: Path, runs: list[dict], prompts: int) -> Workspace:
+    """The trained target of small_target.py and questions about Python for it; nothing has run.
+
+    runs: as in a configuration. prompts: how many held-out questions the acceptance is measured on.
+    """
+    inputs = folder / "inputs"
+    inputs.mkdir(parents=True)
+    for name, questions in (("train", small_prompts(300)), ("held_out", small_prompts(prompts, held_out=True))):
+        lines = [json.dumps({"prompt": question}) + "\n" for question in questions]
+        (inputs / f"{name}.jsonl").write_text("".join(lines))
+    return Workspace(
+        folder,
+        {
+            "target": {"name": "small", "model": str(make_small_target(inputs / "target"))},
+            "dataset": {
+                "name": "docs",
+                "conversations": [str(inputs / "train.jsonl")],
+                "token_budget": 4500,
+                "max_tokens": 256,
+                "shard_size": SMALL_SHARD,
+            },
+            "regenerate": {"max_new_tokens": 64, "batch_size": 32},
+            "storage": {"reserve_bytes": 0},
+            "acceptance": {"prompts": [str(inputs / "held_out.jsonl")], "max_prompts": prompts, "max_new_tokens": 64},
+            "runs": runs,
+        },
+    )
+
+
+SMALL_DRAFT = {
+    "draft": {"name": "trained", "draft_vocab_size": 1024},
+    "training": {"ttt_steps": 4, "epochs": 4, "learning_rate": 2e-3, "batch_tokens": 512},
+}
 
 
 def job_counts(text: str) -> Counter:

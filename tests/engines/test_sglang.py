@@ -42,7 +42,7 @@ ENGINE = {
     "grace_seconds": 20,
 }
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON}: `make sglang` makes it")
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON}: `make venv-sglang` makes it")
 
 
 class World:
@@ -300,5 +300,5 @@ def test_port_that_is_taken_is_named(world):
 def test_environment_without_sglang_is_refused(world):
     with pytest.raises(UserError, match=r"SGLang none is not one that we have tested \(0\.5\.23\)"):
         world.open(python=sys.executable)
-    with pytest.raises(UserError, match=r"engine\.python: /nowhere/python does not exist; `make sglang`"):
+    with pytest.raises(UserError, match=r"engine\.python: /nowhere/python does not exist; `make venv-sglang`"):
         world.open(python="/nowhere/python")

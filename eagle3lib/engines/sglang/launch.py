@@ -159,7 +159,7 @@ def check_engine(engine: EngineConfig) -> None:
         return  # asked when it runs
     if not Path(engine.python).exists():
         raise UserError(
-            f"config: engine.python: {engine.python} does not exist; `make sglang` makes it, or name your own"
+            f"config: engine.python: {engine.python} does not exist; `make venv-sglang` makes it, or name your own"
         )
     check_version(installed_versions(engine.python).split()[1], engine)
 

@@ -1,0 +1,177 @@
+"""vLLM, in an environment of its own, decodes with an exported draft: same output, and our acceptance figures.
+
+`make test-engines` runs this; `make test` does not. One chain through snakemake makes target and draft, one process of
+vLLM decodes with all drafts.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from test_evaluation import export_trained_draft
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from workflow import ROOT, SMALL_DRAFT, small_workspace
+
+from eagle3lib import chat, evaluation, export, samples, targets
+from eagle3lib.config import AcceptanceConfig
+from eagle3lib.consumers import vllm
+from eagle3lib.engines.transformers import TransformersEngine
+from eagle3lib.errors import UserError
+from eagle3lib.targets import TargetInfo
+
+PROMPTS = 32
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """A finished run: a draft of acceptance length above 1.5, trained and exported by the workflow."""
+    workspace = small_workspace(tmp_path_factory.mktemp("engines") / "first", [SMALL_DRAFT], PROMPTS)
+    workspace.snakemake()
+    return workspace
+
+
+@pytest.fixture(scope="module")
+def decoded(chain):
+    """vLLM's runs by name, its versions, and our own passes with `draft` and `whole`."""
+    draft = chain.result("small/docs/*/trained/export")
+    target = TargetInfo.read(chain.result("targets/small/target.json"))
+    cfg = AcceptanceConfig(prompts=["unused"], max_new_tokens=64, draft_steps=4)
+    tokenizer = AutoTokenizer.from_pretrained(target.path)
+    prompts = [
+        chat.prompt_ids(tokenizer, samples.prompt_messages(one.messages))
+        for one in samples.read([str(chain.folder / "inputs/held_out.jsonl")], PROMPTS)
+    ]
+    drafts = {
+        "without": None,
+        "draft": draft,
+        "shards": in_shards(draft, target, chain.folder / "shards"),
+        "whole": whole_vocabulary(draft, target, chain.folder / "whole"),
+        "one_below": off_by(-1, draft, chain.folder / "one_below"),
+        "one_above": off_by(+1, draft, chain.folder / "one_above"),
+    }
+    job = vllm.Job.of(target, list(drafts.values()), prompts, cfg)
+    versions, runs = vllm.decode(job, chain.folder / "vllm", ROOT / vllm.PYTHON)
+    engine = TransformersEngine(target.path)
+    ours = {
+        name: evaluation.passes_as_engines_count(drafts[name], target, engine, prompts, cfg)
+        for name in ("draft", "whole")
+    }
+    return dict(zip(drafts, runs, strict=True)), versions, ours
+
+
+def in_shards(draft, target, folder):
+    """The same draft, exported in several files."""
+    config, mapping, values, weights = export.read_export(draft)
+    export.export_draft(weights, config, mapping, target, values[export.LAYER_IDS], folder, shard_bytes=300_000)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+def whole_vocabulary(draft, target, folder):
+    """The same draft without a map: the tokens that it did not know have the target's own rows of the head."""
+    config, mapping, values, weights = export.read_export(draft)
+    head = targets.load_head(target).clone()
+    head[mapping.target_ids] = weights["lm_head.weight"].to(head.dtype)
+    config = replace(config, draft_vocab_size=config.vocab_size)
+    export.export_draft(weights | {"lm_head.weight": head}, config, None, target, values[export.LAYER_IDS], folder)
+    return folder
+
+
+def off_by(shift, draft, folder):
+    """The export as it would be if vLLM counted layers otherwise: -1 is how SGLang reads them."""
+    shutil.copytree(draft, folder)
+    values = json.loads((folder / "config.json").read_text())
+    values[export.LAYER_IDS] = [k + shift for k in values[export.LAYER_IDS]]
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_decodes_as_we_do(decoded):
+    runs, versions, ours = decoded
+    result = vllm.compare(runs["without"], runs["draft"], ours["draft"])
+    print(json.dumps(result | {"versions": versions}, indent=1))
+    assert result["prompts"] == PROMPTS == result["identical"] + result["near_ties"]
+    assert result["near_ties"] <= 1
+    assert result["largest_difference"] <= 0.02
+    assert result["same_passes"] >= 0.9 * PROMPTS
+    assert result["acceptance_length"] > 1.5
+
+
+def test_the_reference_is_the_target_without_a_draft(decoded):
+    runs, _, _ = decoded
+    assert runs["without"].passes == 0
+    lengths = [len(reply) for reply in runs["without"].replies]
+    assert lengths == [len(gaps) for gaps in runs["without"].gaps]
+    assert max(lengths) <= 64 and sum(lengths) > 16 * PROMPTS
+
+
+def test_a_draft_of_the_whole_vocabulary_needs_no_map(decoded):
+    runs, _, ours = decoded
+    assert vllm.compare(runs["without"], runs["whole"], ours["whole"])["acceptance_length"] > 1.5
+
+
+def test_a_draft_in_shards_is_the_same_draft(decoded):
+    runs, _, _ = decoded
+    one, several = runs["draft"], runs["shards"]
+    assert (one.replies, one.passes, one.accepted) == (several.replies, several.passes, several.accepted)
+
+
+@pytest.mark.parametrize("name", ["one_below", "one_above"])
+def test_layer_ids_off_by_one_are_found(decoded, name):
+    """vLLM loads it without a word and its output is right; the accepted shares alone would let the second pass."""
+    runs, _, ours = decoded
+    assert runs[name].replies == runs["without"].replies
+    with pytest.raises(UserError, match="serves another draft than the one measured"):
+        vllm.compare(runs["without"], runs[name], ours["draft"])
+
+
+def test_counters_and_single_replies_tell_the_same(decoded):
+    run = decoded[0]["draft"]
+    by_pass = [accepted for reply in run.accepted_by_pass for accepted in reply]
+    assert run.passes == len(by_pass) and run.drafted == 4 * len(by_pass)
+    assert run.accepted == [sum(accepted > k for accepted in by_pass) for k in range(4)]
+
+
+def test_the_workflows_own_figure_is_near(chain, decoded):
+    """acceptance.json leaves out what is drafted behind a reply's end, and degenerate replies."""
+    own = json.loads(chain.result("small/docs/*/trained/acceptance.json").read_text())
+    assert own["acceptance_length_all"] == pytest.approx(decoded[0]["draft"].acceptance_length, abs=0.1)
+
+
+ROPES = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 8.0},
+}
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_scaled_rope_is_served_as_it_was_trained(tmp_path, rope_type):
+    """On a random target; replies run to the limit of tokens. Scaling left out of the draft's config is found."""
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "original_max_position_embeddings": 32, **ROPES[rope_type]}
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, initializer_range=0.35,
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=None, rope_parameters=rope,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    target, engine = targets.load_info(tmp_path / "target"), TransformersEngine(tmp_path / "target")
+    export_trained_draft(tmp_path / "draft", target, engine, steps=20)
+    unscaled = shutil.copytree(tmp_path / "draft", tmp_path / "unscaled")
+    values = json.loads((unscaled / "config.json").read_text())
+    values |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rope_scaling": None}
+    (unscaled / "config.json").write_text(json.dumps(values))
+
+    prompts = torch.randint(32, (16, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    cfg = AcceptanceConfig(prompts=["unused"], max_new_tokens=100, draft_steps=3)
+    job = vllm.Job.of(target, [None, tmp_path / "draft", unscaled], prompts, cfg)
+    _, (without, draft, other) = vllm.decode(job, tmp_path / "vllm", ROOT / vllm.PYTHON)
+    ours = evaluation.passes_as_engines_count(tmp_path / "draft", target, engine, prompts, cfg)
+    result = vllm.compare(without, draft, ours)
+    print(rope_type, result)
+    assert result["identical"] + result["near_ties"] == 16 and result["acceptance_length"] > 1.05
+    assert {len(reply) for reply in draft.replies} == {100}
+    with pytest.raises(UserError, match="serves another draft"):
+        vllm.compare(without, other, ours)
