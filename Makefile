@@ -64,11 +64,12 @@ CONFIG ?= config/config.yaml
 report: venv  ## report.html of a finished run, offline
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --configfile $(CONFIG) --report report.html
 
+WORKFLOWS := tests/test_durability.py tests/test_recomputed.py
 test: venv  ## all tests but those of the next targets (under 12 minutes on two cores)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --ignore=tests/test_durability.py --ignore=tests/engines
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(foreach file,$(WORKFLOWS) tests/engines,--ignore=$(file))
 
-test-durability: venv  ## whole workflows that lose files, records and room, and go on
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --dist=worksteal tests/test_durability.py
+test-durability: venv  ## whole workflows that lose files, records and room or change, and go on
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --dist=worksteal $(WORKFLOWS)
 
 # Of the engines' tests: all, or by `-m`.
 ENGINE_TESTS ?=

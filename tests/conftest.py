@@ -38,9 +38,9 @@ def times(request):
     return lambda many, few: many if full else few
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """A whole run on a random target, made once a module; each test changes a copy."""
+    """A whole run on a random target, made once; each test changes a copy."""
     workspace = tiny_workspace(tmp_path_factory.mktemp("workspace") / "first", TINY_SAMPLES, TINY_SHARD)
     workspace.snakemake()
     return workspace
