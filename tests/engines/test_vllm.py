@@ -146,6 +146,7 @@ ROPES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rope_type", ROPES)
 def test_scaled_rope_is_served_as_it_was_trained(tmp_path, rope_type):
     """On a random target; replies run to the limit of tokens. Scaling left out of the draft's config is found."""
