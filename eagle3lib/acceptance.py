@@ -76,6 +76,11 @@ class OtherOutput(ValueError):
     """Two greedy replies to one prompt differ where the target was not undecided."""
 
 
+def of_histogram(histogram: Sequence[int], draft_steps: int) -> list[Pass]:
+    """The passes of a reply, in no order, of an engine that tells how many of them accepted k drafts."""
+    return [Pass(draft_steps, k) for k, n in enumerate(histogram) for _ in range(n)]
+
+
 def parted_at(reply: Sequence[int], reference: Sequence[int], gaps: Sequence[float], tie_gap: float) -> int | None:
     """None when the replies are equal, else the index of the near tie at which they part.
 

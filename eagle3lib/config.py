@@ -82,6 +82,11 @@ class RegenerateConfig(Section):
     seed: int = Field(0, description="Seed of the sampling; each prompt has its own stream.")
     batch_size: int = Field(32, ge=1, description="Prompts decoded at once by a job.")
     parts: int = Field(1, ge=1, le=999, description="Jobs the prompts are dealt to.")
+    draft: Path | None = Field(
+        None,
+        description="A folder with an EAGLE-3 draft of this target that SGLang decodes with: sooner, the same replies. "
+        "It drafts acceptance.draft_steps tokens.",
+    )
 
 
 class HiddenStatesConfig(Section):
@@ -259,6 +264,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"regenerate.max_new_tokens: {self.regenerate.max_new_tokens} leaves no room for the prompt in "
                 f"dataset.max_tokens ({self.dataset.max_tokens}); lower the one or raise the other"
+            )
+        if self.regenerate.draft and (self.engine.name != "sglang" or not self.engine.gpus):
+            raise ValueError(
+                "regenerate.draft: only SGLang on GPUs decodes with a draft; set engine.name: sglang and engine.gpus, "
+                "or leave it out"
             )
         if self.training.batch_tokens < self.dataset.max_tokens:
             raise ValueError(

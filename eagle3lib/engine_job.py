@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,19 +22,29 @@ def prepare(run: RunConfig, job: Any, role: str) -> tuple[TargetInfo, Callable[[
     torch.set_num_threads(job.threads)
     target = TargetInfo.read(job.input.target)
     layers = job.params.key["aux_layer_ids"] if role == "extract" else []
-    return target, partial(open_for, run, target, role, layers)
+    draft = {"generate": run.regenerate.draft, "evaluate": job.input.get("export")}.get(role)
+    return target, partial(open_for, run, target, role, layers, draft)
 
 
-def open_for(run: RunConfig, target: TargetInfo, role: str, aux_layer_ids: Sequence[int] = ()) -> Engine:
-    """The configured engine; drafts are evaluated in transformers, whose passes our decoder steers."""
-    if run.engine.name == "transformers" or role == "evaluate":
+def open_for(
+    run: RunConfig,
+    target: TargetInfo,
+    role: str,
+    aux_layer_ids: Sequence[int] = (),
+    draft: str | Path | None = None,
+) -> Engine:
+    """The configured engine. Without a GPU drafts are evaluated in transformers: SGLang cannot serve them there."""
+    if run.engine.name == "transformers" or (role == "evaluate" and not run.engine.gpus):
         return open_engine(run.engine, target.path, run.target.trust_remote_code)
     from eagle3lib.engines.sglang.client import SGLangEngine
 
-    return SGLangEngine(plan.ENGINE, plan.ENGINE_LOGS, run.engine, wanted(run, target, role, aux_layer_ids), target)
+    server = wanted(run, target, role, aux_layer_ids, draft)
+    return SGLangEngine(plan.ENGINE, plan.ENGINE_LOGS, run.engine, server, target)
 
 
-def wanted(run: RunConfig, target: TargetInfo, role: str, aux_layer_ids: Sequence[int]) -> Any:
+def wanted(
+    run: RunConfig, target: TargetInfo, role: str, aux_layer_ids: Sequence[int], draft: str | Path | None = None
+) -> Any:
     """The SGLang server that this run asks for in a role."""
     from eagle3lib.engines.sglang.launch import Wanted
 
@@ -44,4 +55,6 @@ def wanted(run: RunConfig, target: TargetInfo, role: str, aux_layer_ids: Sequenc
         run.dataset.max_tokens,
         aux_layer_ids=tuple(aux_layer_ids),
         trust_remote_code=run.target.trust_remote_code,
+        draft_folder=str(Path(draft).resolve()) if draft else None,
+        draft_steps=run.acceptance.draft_steps if draft else 0,
     )

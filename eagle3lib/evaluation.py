@@ -183,7 +183,12 @@ def measure_acceptance(
 
     Main figures are over replies that are not degenerate; `acceptance_length_all` is over all, and
     `ngram` holds the same figures for the n-gram baseline on the same replies.
+
+    A server that decodes with the draft itself (engine "sglang" on GPUs) is not asked for the target's own replies
+    (`identical` is None: another load of the target), and counts the pass that ends a reply whole.
     """
+    if not hasattr(engine, "sessions"):
+        return _measure_served(folder, target, engine, prompts, cfg)
     draft, mapping, values = _load_draft(folder, target, engine)
     prompts = _checked_prompts(list(prompts)[: cfg.max_prompts], target, cfg)
     tie_gap = TIE_GAP[engine.dtype] if tie_gap is None else tie_gap
@@ -195,6 +200,20 @@ def measure_acceptance(
         progress.update(1, acceptance_length=_pooled(records) or 0.0)
     records.sort(key=lambda record: record.number)
     return _result(records, cfg, tie_gap) | {"lineage": values["eagle3lib"]["lineage"]}
+
+
+def _measure_served(
+    folder: str | os.PathLike, target: TargetInfo, engine: Any, prompts: Sequence[Sequence[int]], cfg: AcceptanceConfig
+) -> dict[str, Any]:
+    prompts = _checked_prompts(list(prompts)[: cfg.max_prompts], target, cfg)
+    records, progress = [], Progress(len(prompts), "replies", "measure_acceptance")
+    for number, reply, histogram in engine.decode_with_draft(prompts, cfg.max_new_tokens):
+        passes = acceptance.of_histogram(histogram, cfg.draft_steps)
+        records.append(Record(number, prompts[number], Decoded(reply, passes=passes), None, cfg.draft_steps))
+        progress.update(1, acceptance_length=_pooled(records) or 0.0)
+    records.sort(key=lambda record: record.number)
+    lineage = export.read_export(folder)[2]["eagle3lib"]["lineage"]
+    return _result(records, cfg, TIE_GAP[engine.dtype]) | {"identical": None, "near_ties": None, "lineage": lineage}
 
 
 def passes_as_engines_count(

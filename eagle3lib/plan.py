@@ -28,7 +28,7 @@ SOURCES = RESULTS / "store" / "sources"
 # How fast or where, not what: settings that never rerun anything.
 NOT_SHAPING = {
     "dataset": {"name", "conversations", "shard_size"},
-    "regenerate": {"batch_size", "parts"},
+    "regenerate": {"batch_size", "parts", "draft"},
     "draft": {"name"},
     "training": {"gpus", "processes", "checkpoint_minutes"},
     "acceptance": {"prompts"},

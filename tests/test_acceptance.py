@@ -10,6 +10,12 @@ from eagle3lib import acceptance
 from eagle3lib.acceptance import NgramDrafter, Pass, judge
 
 
+def test_histogram_of_an_engine_gives_the_same_figures():
+    passes = [Pass(3, k) for k in (0, 2, 1, 0, 3, 1, 0)]
+    histogram = [3, 2, 1, 1]
+    assert acceptance.summarize(acceptance.of_histogram(histogram, 3), 3) == acceptance.summarize(passes, 3)
+
+
 def test_length_counts_the_bonus():
     assert acceptance.acceptance_length([0, 0]) == 1.0
     assert acceptance.acceptance_length([3, 0, 1]) == pytest.approx((4 + 1 + 2) / 3)

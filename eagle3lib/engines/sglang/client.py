@@ -30,6 +30,8 @@ from eagle3lib.targets import TargetInfo, load_head
 # A target is compared with transformers when it fits into this share of the memory that is free, twice (fp32 weights).
 REFERENCE_SHARE = 0.5
 
+Drafted = tuple[int, list[int], list[int]]
+
 
 class SGLangEngine:
     """A server of `Wanted.role`, shared with the other jobs of this results folder."""
@@ -41,6 +43,7 @@ class SGLangEngine:
         self.folder = folder
         self.dtype = wanted.compute_dtype
         self.answers = _Answers()
+        self.running: set[str] = set()  # requests for replies
         self.lease = Lease(folder, logs, engine, wanted)
         self.version = self.lease.version
 
@@ -158,6 +161,19 @@ class SGLangEngine:
 
     # --- generation ----------------------------------------------------------------------------------
 
+    def decode_with_draft(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[Drafted]:
+        """Greedy replies (number of the prompt, reply ids, n) as they end; n[k]: verification passes that accepted k
+        drafts, as SGLang counts: the pass that ends a reply whole."""
+        sampling = self._sampling(max_new_tokens, self.target.eos_token_ids)
+
+        def answer(numbered: tuple[int, Sequence[int]]) -> Drafted:
+            got = self._reply(numbered[1], sampling)
+            return numbered[0], list(got["output_ids"]), list(got["meta_info"]["spec_correct_drafts_histogram"])
+
+        with ThreadPoolExecutor(self.engine.requests_in_flight) as pool:
+            for future, _ in _in_flight(pool, answer, enumerate(prompts), self.engine.requests_in_flight):
+                yield future.result()
+
     def generate(
         self,
         prompts: Iterable[Prompt],
@@ -169,28 +185,13 @@ class SGLangEngine:
     ) -> Iterator[Reply]:
         """Replies (key, reply ids, "stop" or "length") as they end; the end-of-turn token counts as reply."""
         stop = self.target.eos_token_ids if eos_ids is None else list(eos_ids)
-        sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
-        sampling |= {"stop_token_ids": stop} if stop else {"ignore_eos": True}
-        running: set[str] = set()
+        sampling = self._sampling(max_new_tokens, stop) | {"temperature": temperature, "top_p": top_p}
 
         def answer(prompt: Prompt) -> Reply:
             key, ids, seed = prompt
-
-            def ask(handle: Handle) -> dict[str, Any]:
-                rid = f"generate-{secrets.token_hex(8)}"
-                running.add(rid)
-                try:
-                    own = {**sampling, "sampling_seed": seed % 2**31} if temperature > 0 else sampling
-                    body = {"input_ids": list(ids), "rid": rid, "sampling_params": own}
-                    return post(handle, "/generate", body, self.engine.request_seconds)
-                finally:
-                    running.discard(rid)
-
-            got = self._ask(ask)
-            reason = got["meta_info"]["finish_reason"]["type"]
-            if reason not in ("stop", "length"):
-                raise UserError(f"engine sglang: a reply ended by {reason!r}: {got['meta_info']['finish_reason']}")
-            return key, list(got["output_ids"]), reason
+            # A stream of random numbers of its own; SGLang heeds it with --enable-deterministic-inference.
+            got = self._reply(ids, sampling | ({"sampling_seed": seed % 2**31} if temperature > 0 else {}))
+            return key, list(got["output_ids"]), got["meta_info"]["finish_reason"]["type"]
 
         with ThreadPoolExecutor(batch_size) as pool:
             try:
@@ -198,9 +199,35 @@ class SGLangEngine:
                     yield future.result()
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-                for rid in list(running):  # nobody waits for these any more
+                for rid in list(self.running):  # nobody waits for these any more
                     with suppress(OSError):
                         post(self.lease.handle, "/abort_request", {"rid": rid}, 10)
+
+    @staticmethod
+    def _sampling(max_new_tokens: int, stop: Sequence[int]) -> dict[str, Any]:
+        return {
+            "max_new_tokens": max_new_tokens,
+            "temperature": 0.0,
+            **({"stop_token_ids": list(stop)} if stop else {"ignore_eos": True}),
+        }
+
+    def _reply(self, ids: Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
+        """The server's answer to one prompt; one that did not end in order is refused."""
+
+        def ask(handle: Handle) -> dict[str, Any]:
+            rid = f"generate-{secrets.token_hex(8)}"
+            self.running.add(rid)
+            try:
+                body = {"input_ids": list(ids), "rid": rid, "sampling_params": sampling}
+                return post(handle, "/generate", body, self.engine.request_seconds)
+            finally:
+                self.running.discard(rid)
+
+        got = self._ask(ask)
+        reason = got["meta_info"]["finish_reason"]
+        if reason["type"] not in ("stop", "length"):
+            raise UserError(f"engine sglang: a reply ended by {reason['type']!r}: {reason}")
+        return got
 
     def greedy(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """Greedy replies in the order of the prompts."""

@@ -17,7 +17,7 @@ from eagle3lib.config import EngineConfig
 from eagle3lib.errors import UserError
 
 TESTED = ("0.5.23",)
-ROLES = ("generate", "extract")
+ROLES = ("generate", "extract", "evaluate")
 # Nothing has to be installed beside the engine: a folder on its PYTHONPATH that looks installed.
 ENTRY_POINT = "[sglang.srt.plugins]\neagle3lib = eagle3lib.engines.sglang.plugin:register\n"
 METADATA = "Metadata-Version: 2.1\nName: eagle3lib-plugin\nVersion: 1\n"
@@ -40,6 +40,8 @@ class Wanted:
     hidden_size: int
     trust_remote_code: bool
     server: dict[str, Any]  # the settings of SERVER
+    draft_folder: str | None = None  # an EAGLE-3 draft to decode with
+    draft_steps: int = 0
 
     @classmethod
     def of(cls, role: str, engine: EngineConfig, target: Any, max_tokens: int, **more: Any) -> Wanted:
@@ -96,6 +98,12 @@ def server_command(engine: EngineConfig, wanted: Wanted, port: int, key: str) ->
         ids = layer_ids(wanted.model_type, wanted.aux_layer_ids)
         arguments += ["--disable-radix-cache", "--disable-cuda-graph", "--enable-return-aux-hidden-states"]
         arguments += ["--speculative-algorithm", "EAGLE3", "--return-aux-hidden-state-layer-ids", *ids]
+    elif wanted.draft_folder:
+        # A chain: one candidate a step, all of them verified with the bonus token in one pass.
+        steps = wanted.draft_steps
+        arguments += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", wanted.draft_folder]
+        arguments += ["--speculative-num-steps", steps, "--speculative-eagle-topk", 1]
+        arguments += ["--speculative-num-draft-tokens", steps + 1]
     elif not engine.gpus:
         arguments += ["--disable-cuda-graph"]
     return [*start, "-m", "sglang.launch_server", *map(str, arguments), *engine.server_args]
