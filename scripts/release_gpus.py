@@ -2,7 +2,9 @@
 
 from eagle3lib import gpus, plan
 from eagle3lib.job import job_log, write_json
+from eagle3lib.leases import Leases
 
 with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
-    write_json(snakemake.output.record, gpus.release(run.training.gpus, run.gpus))
+    need = gpus.Need(run.training.gpus, "training.gpus")
+    write_json(snakemake.output.record, gpus.release(need, run.gpus, Leases(plan.STORE)))
