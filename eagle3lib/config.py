@@ -229,10 +229,15 @@ class TrainingConfig(Section):
 
 
 class GpusConfig(Section):
-    """When a GPU counts as free."""
+    """When a GPU counts as free, and what is done about processes of others. Theirs are never ended."""
 
     free_below_mib: int = Field(1024, ge=0, description="A device with less memory in use is free.")
     wait_seconds: float = Field(120, ge=0, description="How long memory may linger after a process has ended.")
+    foreign: Literal["fail", "wait", "ignore"] = Field(
+        "fail",
+        description="Somebody else's process on a GPU that is needed. fail: the run stops and names it. wait: it may "
+        "end within wait_seconds. ignore: the GPU is used beside it, if it leaves room for weights and optimiser.",
+    )
 
 
 class AcceptanceConfig(Section):

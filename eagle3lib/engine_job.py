@@ -39,7 +39,7 @@ def open_for(
     from eagle3lib.engines.sglang.client import SGLangEngine
 
     server = wanted(run, target, role, aux_layer_ids, draft)
-    return SGLangEngine(plan.ENGINE, plan.ENGINE_LOGS, run.engine, server, target)
+    return SGLangEngine(plan.ENGINE, plan.ENGINE_LOGS, run.engine, server, target, run.gpus)
 
 
 def wanted(

@@ -1,99 +1,322 @@
-"""GPUs through NVML: who holds them, and the proof that they are free before training."""
+"""GPUs through NVML: who holds them, the proof that they are free before training, and the lease of those it uses."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from eagle3lib.config import GpusConfig
 from eagle3lib.errors import UserError
+from eagle3lib.job import started
+from eagle3lib.leases import Leases
 
 MIB = 2**20
+POLL_SECONDS = 1.0
+GRACE_SECONDS = 5.0  # a process that is just ending is no stranger yet
+MASK = "CUDA_VISIBLE_DEVICES"
+
+Device = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a job needs: `gpus` devices, as `setting` says, with room for `bytes_each` on each."""
+
+    gpus: int
+    setting: str
+    bytes_each: int = 0
+
+
+# --- what NVML says ----------------------------------------------------------------------------------------------
 
 
 def survey() -> dict[str, Any]:
-    """Devices with their memory and compute processes; {"nvml": reason} and no devices where there is no driver."""
+    """{"nvml": "ok", "driver", "devices"}; {"nvml": reason, "driver": None, "devices": []} where there is no driver.
+
+    A device: index, uuid, name, used_mib, total_mib, mig (is it split?) and its compute processes, each with pid, user,
+    command, unit (of systemd), stop (the command that ends that unit) and used_mib; of a process that has ended or
+    cannot be seen from here only pid and used_mib are not None. Or index and error, where the device does not answer.
+    """
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return {"nvml": f"not available: {error}", "devices": []}
+        return {"nvml": f"not available: {error}", "driver": None, "devices": []}
     try:
         count = pynvml.nvmlDeviceGetCount()
-        return {"nvml": "ok", "devices": [_device(pynvml, i) for i in range(count)]}
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        return {"nvml": "ok", "driver": driver, "devices": [_device(pynvml, i) for i in range(count)]}
     finally:
         pynvml.nvmlShutdown()
 
 
-def _device(pynvml: Any, index: int) -> dict[str, Any]:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    return {
-        "index": index,
-        "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
-        "used_mib": memory.used // MIB,
-        "total_mib": memory.total // MIB,
-        "processes": [_process(p.pid, p.usedGpuMemory) for p in processes],
-    }
+def _device(pynvml: Any, index: int) -> Device:
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return {
+            "index": index,
+            "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
+            "name": _text(pynvml.nvmlDeviceGetName(handle)),
+            "used_mib": memory.used // MIB,
+            "total_mib": memory.total // MIB,
+            "mig": _is_split(pynvml, handle),
+            "processes": [
+                _process(p.pid, p.usedGpuMemory) for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            ],
+        }
+    except pynvml.NVMLError as error:
+        return {"index": index, "error": str(error)}
+
+
+def _is_split(pynvml: Any, handle: Any) -> bool:
+    try:
+        return pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
+        return False
 
 
 def _process(pid: int, used: int | None) -> dict[str, Any]:
+    about: dict[str, Any] = {"pid": pid, "user": None, "command": None, "unit": None, "stop": None}
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        command = "(ended, or not ours to see)"
-    return {"pid": pid, "command": command, "used_mib": None if used is None else used // MIB}
+        if started(pid) is not None:  # no zombie
+            process = psutil.Process(pid)
+            about |= {"user": process.username(), "command": " ".join(process.cmdline()) or process.name()}
+            about |= unit_of(Path(f"/proc/{pid}/cgroup").read_text())
+    except (psutil.Error, OSError):  # it has just ended
+        pass
+    return about | {"used_mib": None if used is None else used // MIB}
+
+
+def unit_of(cgroups: str) -> dict[str, str]:
+    """{"unit", "stop"} out of the text of /proc/PID/cgroup: the systemd service, and the command that ends it.
+
+    Empty for a process that is in none: one of a login or of a container.
+    """
+    for line in cgroups.splitlines():
+        services = [name for name in line.split("/") if name.endswith(".service")]
+        if services and not services[-1].startswith("user@"):
+            manager = "systemctl --user" if services[0].startswith("user@") else "sudo systemctl"
+            return {"unit": services[-1], "stop": f"{manager} stop {services[-1]}"}
+    return {}
 
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def free(device: dict[str, Any], cfg: GpusConfig) -> bool:
-    return device["used_mib"] < cfg.free_below_mib and not device["processes"]
+# --- what it means -----------------------------------------------------------------------------------------------
 
 
-def release(needed: int, cfg: GpusConfig) -> dict[str, Any]:
-    """Prove that `needed` GPUs are free, waiting up to `gpus.wait_seconds`; return the record of what was seen.
+def visible(devices: Sequence[Device], mask: str | None) -> list[Device]:
+    """The devices that a CUDA_VISIBLE_DEVICES (indices in NVML's order, or beginnings of UUIDs) leaves, in its order.
 
-    The transformers engine lives inside its job and ends with it, so there is nothing of ours to stop.
-    Without NVML (or with `needed` 0) that is recorded and the run goes on. Raises UserError that
-    names the holders when too few devices become free: nothing that is not ours is ever ended.
+    As CUDA does it: nothing after "-1" counts, null leaves all. Raises UserError for what names no device here.
     """
-    start = time.monotonic()
+    if mask is None:
+        return list(devices)
+    found = []
+    for entry in filter(None, (one.strip() for one in mask.split(","))):
+        if entry in ("-1", "NoDevFiles"):
+            break
+        if entry.startswith("MIG-"):
+            raise UserError(f"{MASK}: {entry} is a part of a GPU (MIG); training takes whole ones: ask for those")
+        named = [d for d in devices if entry == str(d["index"]) or str(d.get("uuid")).startswith(entry)]
+        if len(named) != 1:
+            raise UserError(f"{MASK}: {entry!r} names {len(named)} GPUs of this machine, not one; unset or mend it")
+        found += named
+    return found
+
+
+def state(device: Device, leased: Sequence[str], cfg: GpusConfig, bytes_each: int) -> str:
+    """What a device is to a job that needs `bytes_each` on it.
+
+    "free"; "ours": a job of ours uses it; "foreign": a process that is not ours; "lingering": memory or a process
+    that nobody is seen to hold; "split" (MIG); "lost". `leased`: UUIDs of our leases. With gpus.foreign: ignore a
+    device that others use is free as long as they leave `bytes_each`.
+    """
+    if "error" in device:
+        return "lost"
+    if device["mig"]:
+        return "split"
+    if device["uuid"] in leased or any(p.get("ours") for p in device["processes"]):
+        return "ours"
+    if _strangers(device):
+        room = (device["total_mib"] - device["used_mib"]) * MIB
+        return "free" if cfg.foreign == "ignore" and room >= bytes_each else "foreign"
+    return "lingering" if device["processes"] or device["used_mib"] >= cfg.free_below_mib else "free"
+
+
+def _strangers(device: Device) -> list[dict[str, Any]]:
+    return [p for p in device.get("processes", []) if p["command"] is not None and not p.get("ours")]
+
+
+# --- waiting, taking ---------------------------------------------------------------------------------------------
+
+
+def release(need: Need, cfg: GpusConfig, leases: Leases) -> dict[str, Any]:
+    """Prove that the GPUs can be had, waiting up to `gpus.wait_seconds`; return the record of what was seen.
+
+    A device that another job of ours uses counts: Snakemake starts no more jobs than there are GPUs. Without need
+    only the record is made. Raises UserError that names the holders when too few devices become free: nothing that
+    is not ours is ever ended.
+    """
+    begin = time.monotonic()
+    seen = _wait(need, cfg, leases, lambda seen: len(_in(seen, "free", "ours")) >= need.gpus)
+    waited = round(time.monotonic() - begin, 1)
+    return {**vars(need), "free": [d["uuid"] for d in _in(seen, "free")], "waited_seconds": waited, **seen}
+
+
+@contextmanager
+def lease(need: Need, cfg: GpusConfig, leases: Leases, purpose: str) -> Iterator[list[str]]:
+    """Have free GPUs to oneself: their UUIDs, also as CUDA_VISIBLE_DEVICES of this process and its children.
+
+    CUDA must not have started in this process. Without need nothing happens. Raises UserError as `release`, also
+    when other jobs of ours keep the devices for longer than `gpus.wait_seconds`.
+    """
+    if not need.gpus:
+        yield []
+        return
+    taken: list[str] = []
+
+    def take(seen: dict[str, Any]) -> bool:
+        free = [d["uuid"] for d in _in(seen, "free")]
+        if len(free) < need.gpus:
+            return False
+        taken.extend(free[: need.gpus])
+        leases.add(taken, purpose)
+        return True
+
+    _wait(need, cfg, leases, take)
+    print(f"GPUs leased for {purpose}: {', '.join(taken)}")
+    try:
+        with leases.environment(taken):
+            yield taken
+    finally:
+        leases.remove(taken)
+
+
+def _wait(need: Need, cfg: GpusConfig, leases: Leases, done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Look until `done` (called under the lock) is true of what is seen; raise UserError when that takes too long."""
+    if not need.gpus:
+        return look(need, cfg, leases)
+    begin = time.monotonic()
     while True:
-        seen = survey()
-        available = [d for d in seen["devices"] if free(d, cfg)]
-        waited = time.monotonic() - start
-        # No driver at all cannot mend itself; training reports it when it really wants a GPU.
-        if len(available) >= needed or seen["nvml"] != "ok":
-            return {
-                "needed": needed,
-                "free": [d["uuid"] for d in available],
-                "waited_seconds": round(waited, 1),
-                **seen,
-            }
-        if waited >= cfg.wait_seconds:
-            raise UserError(_busy(seen["devices"], len(available), needed, cfg))
-        time.sleep(min(2.0, cfg.wait_seconds - waited))
+        with leases.lock():
+            leases.sweep()
+            seen = look(need, cfg, leases)
+            if seen["nvml"] != "ok":
+                raise UserError(no_driver(need, seen["nvml"]))
+            if done(seen):
+                return seen
+        # Where waiting cannot help, what is just ending is waited for, and no longer.
+        hope = ("free", "ours", "lingering") + (("foreign",) if cfg.foreign == "wait" else ())
+        limit = cfg.wait_seconds if len(_in(seen, *hope)) >= need.gpus else min(GRACE_SECONDS, cfg.wait_seconds)
+        waited = time.monotonic() - begin
+        if waited >= limit:
+            raise UserError(busy(seen, need, waited))
+        time.sleep(min(POLL_SECONDS, limit - waited))
 
 
-def _busy(devices: list[dict[str, Any]], available: int, needed: int, cfg: GpusConfig) -> str:
-    holders = [
-        f"GPU {d['index']}: "
-        + (", ".join(f"pid {p['pid']} ({p['command'][:80]})" for p in d["processes"]) or "no process")
-        + f", {d['used_mib']} MiB used"
-        for d in devices
-        if not free(d, cfg)
-    ]
+def look(need: Need, cfg: GpusConfig, leases: Leases) -> dict[str, Any]:
+    """`survey`, with the state of each device and, of each process, whether it is ours.
+
+    Also "mask", our CUDA_VISIBLE_DEVICES (devices outside of it have the state "masked"), and "leases", the handles.
+    """
+    seen, handles, mask = survey(), leases.living(), os.environ.get(MASK)
+    holders = {handle["pid"] for handle in handles}
+    for device in seen["devices"]:
+        device["state"] = "masked"
+        for process in device.get("processes", []):
+            process["ours"] = process["pid"] in holders or leases.started(process["pid"])
+    leased = [uuid for handle in handles for uuid in handle["uuids"]]
+    for device in visible(seen["devices"], mask) if need.gpus else seen["devices"]:
+        device["state"] = state(device, leased, cfg, need.bytes_each)
+    return {**seen, "mask": mask, "leases": handles}
+
+
+def _in(seen: dict[str, Any], *states: str) -> list[Device]:
+    """The devices in one of these states; those that nobody else uses come first."""
+    return sorted((d for d in seen["devices"] if d["state"] in states), key=lambda d: len(d.get("processes", [])))
+
+
+# --- messages ----------------------------------------------------------------------------------------------------
+
+
+def no_driver(need: Need, reason: str) -> str:
     return (
-        f"{available} of {len(devices)} GPUs are free, {needed} needed, after {cfg.wait_seconds:.0f} s; "
-        f"{'; '.join(holders)}. "
-        "Stop these processes (they are not ours) or raise gpus.wait_seconds, then run the same command again"
+        f"{need.setting}: {need.gpus} GPUs needed, but NVML is {reason}; `nvidia-smi` must work where this runs: load "
+        f"the driver (after an update of it reboot), in a container hand the GPUs in, or set {need.setting}: 0"
     )
+
+
+def busy(seen: dict[str, Any], need: Need, waited: float) -> str:
+    """Who holds what, and what to do about each; one line."""
+    considered = [d for d in seen["devices"] if d["state"] != "masked"]
+    free = f"{len(_in(seen, 'free'))} of {len(considered)} GPUs"
+    if seen["mask"] is not None:
+        free += f" that {MASK}={seen['mask']} leaves"
+    holders = [f"; GPU {d['index']}: {_holder(d, seen['leases'])}" for d in considered if d["state"] != "free"]
+    remedies = list(dict.fromkeys(remedy for d in considered for remedy in _remedies(d))) or [f"lower {need.setting}"]
+    return (
+        f"{need.setting}: {free} are free, {need.gpus} needed, after {waited:.0f} s{''.join(holders)}. "
+        f"{'; '.join(remedies)}; then run the same command again"
+    )
+
+
+def _holder(device: Device, leases: Sequence[dict[str, Any]]) -> str:
+    if device["state"] == "lost":
+        return device["error"]
+    if device["state"] == "split":
+        return "split into parts (MIG is on)"
+    names = [_named(p) for p in device["processes"]]
+    names += [f"leased by pid {h['pid']} ({h['purpose']})" for h in leases if device["uuid"] in h["uuids"]]
+    return f"{', '.join(names) or 'no process'}, {device['used_mib']} MiB used in all"
+
+
+def _named(process: dict[str, Any]) -> str:
+    held = "" if process["used_mib"] is None else f", {process['used_mib']} MiB"
+    if process["command"] is None:
+        return f"pid {process['pid']} (it has ended, or is of another container or user{held})"
+    unit = f", unit {process['unit']}" if process["unit"] else ""
+    whose = "ours" if process.get("ours") else f"user {process['user']}"
+    return f"pid {process['pid']} ({process['command'][:100]}; {whose}{unit}{held})"
+
+
+def _remedies(device: Device) -> list[str]:
+    number = device["index"]
+    if device["state"] == "lost":
+        return [
+            f"`dmesg | grep Xid` tells what happened to GPU {number}; `sudo nvidia-smi -r -i {number}` or a reboot "
+            "may bring it back"
+        ]
+    if device["state"] == "split":
+        return [f"`sudo nvidia-smi -i {number} -mig 0` makes GPU {number} whole again"]
+    if device["state"] == "foreign":
+        return [remedy(p) for p in _strangers(device)]
+    if device["state"] == "ours":
+        return ["wait until that job of this project has ended"]
+    if device["state"] == "lingering":
+        return [f"`sudo fuser -v /dev/nvidia{number}` tells who holds GPU {number}; or raise gpus.wait_seconds"]
+    return []
+
+
+def remedy(process: dict[str, Any]) -> str:
+    """How its owner ends a process that is not ours. Killed, a service would come back."""
+    if process["stop"]:
+        return f"`{process['stop']}` ends what uses it"
+    return f"have {process['user']} end pid {process['pid']}"
+
+
+# --- what Snakemake was given ------------------------------------------------------------------------------------
 
 
 def check_granted(granted: int, wanted: int, setting: str) -> None:
@@ -111,4 +334,7 @@ def summary() -> str:
     seen = survey()
     if not seen["devices"]:
         return seen["nvml"] if seen["nvml"] != "ok" else "none"
-    return ", ".join(f"{d['index']}: {d['used_mib']} MiB, {len(d['processes'])} processes" for d in seen["devices"])
+    return ", ".join(
+        f"{d['index']}: " + (d.get("error") or f"{d['used_mib']} MiB, {len(d['processes'])} processes")
+        for d in seen["devices"]
+    )

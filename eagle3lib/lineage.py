@@ -15,7 +15,9 @@ from typing import Any
 
 PACKAGE = "eagle3lib"
 # These decide what is asked for or how it is told, never a value that is computed.
-NOT_COMPUTING = {f"{PACKAGE}.{name}" for name in ("config", "disk", "errors", "job", "ledger", "lineage", "store")}
+NOT_COMPUTING = {
+    f"{PACKAGE}.{name}" for name in ("config", "disk", "errors", "job", "ledger", "lineage", "processes", "store")
+}
 REPORTING_CALLS = {"print", "update", "info", "debug", "warning"}
 
 

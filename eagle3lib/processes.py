@@ -26,7 +26,8 @@ def identity(pid: int) -> dict[str, Any]:
 
 def alive(who: dict[str, Any]) -> bool:
     """Does the very process still live that `identity` was taken of?"""
-    return who.get("boot_id") == boot_id() and who.get("started") == started(int(who["pid"]))
+    ticks = started(int(who["pid"]))
+    return ticks is not None and who.get("started") == ticks and who.get("boot_id") == boot_id()
 
 
 def boot_id() -> str:

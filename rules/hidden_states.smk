@@ -102,7 +102,12 @@ rule release_gpus:
     input:
         table=f"{STATES}/hidden_states.parquet",
     output:
-        record=f"{DRAFT}/gpu_release.json",
+        record=report(
+            f"{DRAFT}/gpu_release.json",
+            category="{target} / {dataset} / {draft}",
+            labels={"figure": "GPUs before training"},
+            caption="../docs/captions/gpu_release.rst",
+        ),
     log:
         "logs/release_gpus/{target}/{dataset}/{key}/{draft}.log",
     benchmark:

@@ -3,8 +3,10 @@
 from eagle3lib import gpus, plan
 from eagle3lib.engines.sglang import lease
 from eagle3lib.job import job_log, write_json
+from eagle3lib.leases import Leases
 
 with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
     stopped = lease.release(plan.ENGINE, run.engine.grace_seconds)
-    write_json(snakemake.output.record, {"stopped": stopped, **gpus.release(run.training.gpus, run.gpus)})
+    need = gpus.Need(run.training.gpus, "training.gpus")
+    write_json(snakemake.output.record, {"stopped": stopped, **gpus.release(need, run.gpus, Leases(plan.STORE))})

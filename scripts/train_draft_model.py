@@ -8,13 +8,12 @@ import torch
 from eagle3lib import drafts, gpus, plan, shards
 from eagle3lib.hidden_states import StateKey
 from eagle3lib.job import job_log
+from eagle3lib.leases import Leases
 from eagle3lib.targets import TargetInfo
 
 with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
     gpus.check_granted(snakemake.resources.gpu, run.training.gpus, "training.gpus")
-    # The record of release_gpus may be of another day.
-    gpus.release(run.training.gpus, run.gpus)
     torch.set_num_threads(snakemake.threads)
     table = pd.read_parquet(snakemake.input.table)
     shaping, dataset = snakemake.params.shaping, shards.dataset_digest(table)
@@ -29,9 +28,7 @@ with job_log(snakemake.log[0]):
         draft=run.draft,
         training=run.training,
     )
-    drafts.train_once(
-        job,
-        [Path(path) for path in snakemake.output],
-        plan.draft_name(run, StateKey.of(shaping["key"])),
-        {**shaping, "dataset": dataset},
-    )
+    name = plan.draft_name(run, StateKey.of(shaping["key"]))
+    need = gpus.Need(run.training.gpus, "training.gpus")
+    with gpus.lease(need, run.gpus, Leases(plan.STORE), f"training of {name}"):
+        drafts.train_once(job, [Path(path) for path in snakemake.output], name, {**shaping, "dataset": dataset})

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from nvml_stub import Nvml
 from workflow import TINY_SAMPLES, TINY_SHARD, tiny_workspace
 
 
@@ -49,3 +50,19 @@ def finished(tmp_path_factory):
 @pytest.fixture
 def workspace(finished, tmp_path):
     return finished.copy(tmp_path / "copy")
+
+
+@pytest.fixture(scope="session")
+def nvml_machine(tmp_path_factory):
+    machine = Nvml(tmp_path_factory.mktemp("nvml"))
+    yield machine
+    machine.process.kill()
+    machine.process.communicate()
+
+
+@pytest.fixture
+def nvml(nvml_machine, tmp_path):
+    """A machine whose NVML says what the test tells it to, and the folder of a run."""
+    nvml_machine.folder = tmp_path
+    nvml_machine.say([])
+    return nvml_machine

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from eagle3lib.config import EngineConfig
+from eagle3lib.config import EngineConfig, GpusConfig
 from eagle3lib.engines import File, Prompt, Reply, States
 from eagle3lib.engines.probe import probe
 from eagle3lib.engines.sglang.launch import Wanted
@@ -38,13 +38,21 @@ class SGLangEngine:
 
     name = "sglang"
 
-    def __init__(self, folder: Path, logs: Path, engine: EngineConfig, wanted: Wanted, target: TargetInfo):
+    def __init__(
+        self,
+        folder: Path,
+        logs: Path,
+        engine: EngineConfig,
+        wanted: Wanted,
+        target: TargetInfo,
+        gpus: GpusConfig | None = None,
+    ):
         self.engine, self.wanted, self.target = engine, wanted, target
         self.folder = folder
         self.dtype = wanted.compute_dtype
         self.answers = _Answers()
         self.running: set[str] = set()  # requests for replies
-        self.lease = Lease(folder, logs, engine, wanted)
+        self.lease = Lease(folder, logs, engine, wanted, gpus)
         self.version = self.lease.version
 
     def close(self) -> None:

@@ -15,11 +15,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from eagle3lib import processes
+from eagle3lib import gpus, processes
+from eagle3lib.config import GpusConfig
+from eagle3lib.errors import UserError
 from eagle3lib.job import private_files, write_json
+from eagle3lib.leases import Leases
 
 
 def main() -> None:
@@ -28,29 +32,40 @@ def main() -> None:
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: told.append(got))
-    with open(spec["log"], "a", encoding="utf-8") as log:
+    with open(spec["log"], "a", buffering=1, encoding="utf-8") as log, redirect_stdout(log):
+        try:
+            keep(folder, spec, told)
+        except UserError as error:  # no GPUs to be had
+            print(f"error: {error}")
+            raise SystemExit(1) from None
+
+
+def keep(folder: Path, spec: dict[str, Any], told: list[int]) -> None:
+    """Lease the GPUs, run the server until it ends, nobody asks it any more, or `told` holds a signal."""
+    leases = Leases(Path(spec["store"]))
+    need, cfg, me = gpus.Need(spec["gpus"], "engine.gpus"), GpusConfig(**spec["gpus_config"]), os.getpid()
+    with gpus.lease(need, cfg, leases, "the SGLang server"):
         server = subprocess.Popen(
             spec["command"],
             env={**os.environ, **spec["environment"]},
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=sys.stdout,
             stderr=subprocess.STDOUT,
             preexec_fn=processes.end_with_parent,  # noqa: PLW1509 - no thread runs here
         )
         about = {name: spec[name] for name in ("id", "url", "key", "wanted", "log")}
-        me = processes.identity(os.getpid())
         with private_files():
-            write_json(folder / "server.json", {**about, "keeper": me})
+            write_json(folder / "server.json", {**about, "keeper": processes.identity(me)})
         asked = time.monotonic()
         while server.poll() is None and not told:
             if _has_clients(folder):
                 asked = time.monotonic()
             elif time.monotonic() - asked > spec["idle_seconds"]:
-                print(f"keeper: no client for {spec['idle_seconds']:.0f} s", file=log, flush=True)
+                print(f"keeper: no client for {spec['idle_seconds']:.0f} s")
                 break
             time.sleep(0.2)
-        print(f"keeper: the server ended with {server.poll()}, signals to us: {told}", file=log, flush=True)
-        end(me, server, spec["grace_seconds"])
+        print(f"keeper: the server ended with {server.poll()}, signals to us: {told}")
+        end(processes.identity(me), server, spec["grace_seconds"])
 
 
 def _has_clients(folder: Path) -> bool:

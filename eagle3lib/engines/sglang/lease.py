@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from eagle3lib import processes
-from eagle3lib.config import EngineConfig
+from eagle3lib.config import EngineConfig, GpusConfig
 from eagle3lib.engines.sglang import keeper, launch
 from eagle3lib.engines.sglang.launch import Wanted
 from eagle3lib.errors import UserError
@@ -37,8 +37,9 @@ Handle = dict[str, Any]
 class Lease:
     """The right of this process to use a server in one role. Ends with the process, or by `close`."""
 
-    def __init__(self, folder: Path, logs: Path, engine: EngineConfig, wanted: Wanted):
+    def __init__(self, folder: Path, logs: Path, engine: EngineConfig, wanted: Wanted, gpus: GpusConfig | None = None):
         self.folder, self.logs, self.engine, self.wanted = folder.resolve(), logs.resolve(), engine, wanted
+        self.gpus = gpus or GpusConfig()
         self.failures = 0  # of servers, since one of our requests ended well
         self.held: IO[str] | None = None
         self.handle = self._attached() if engine.url else self._local()
@@ -132,6 +133,9 @@ class Lease:
             "log": str(log),
             "idle_seconds": self.engine.idle_seconds,
             "grace_seconds": self.engine.grace_seconds,
+            "gpus": self.engine.gpus,
+            "gpus_config": self.gpus.model_dump(mode="json"),
+            "store": str(self.folder.parent / "store"),
         }
         with private_files():
             write_json(self.folder / "spec.json", spec)
