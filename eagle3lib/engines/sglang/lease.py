@@ -68,8 +68,8 @@ class Lease:
             )
         with file_lock(self.folder / "lock"):
             current = read_handle(self.folder)
-            if current and current["id"] != failed["id"] and _healthy(current):
-                self.handle = current  # another job was quicker
+            if current and current["id"] != failed["id"] and self.alive(current):
+                self.handle = current  # another request, or another job, was quicker
                 return
             self.failures += 1
             if self.failures > self.engine.restarts:
