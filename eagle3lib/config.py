@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from eagle3lib.errors import UserError
 
-RESERVED_NAMES = {"store", "targets", "benchmarks"}
+RESERVED_NAMES = {"store", "targets", "benchmarks", "engine"}
 
 
 def _plain_name(name: str) -> str:

@@ -17,7 +17,6 @@ from eagle3lib.config import EngineConfig
 from eagle3lib.errors import UserError
 
 TESTED = ("0.5.23",)
-ROLES = ("generate", "extract", "evaluate")
 # Nothing has to be installed beside the engine: a folder on its PYTHONPATH that looks installed.
 ENTRY_POINT = "[sglang.srt.plugins]\neagle3lib = eagle3lib.engines.sglang.plugin:register\n"
 METADATA = "Metadata-Version: 2.1\nName: eagle3lib-plugin\nVersion: 1\n"
@@ -30,12 +29,12 @@ DEEPSEEK = ("deepseek", "kimi", "glm_moe_dsa")  # model types that SGLang runs w
 class Wanted:
     """A server in one role: two jobs that want the same share one."""
 
-    role: str
+    role: str  # "generate", "extract" or "evaluate"
     target_folder: str
     target_fingerprint: str
     model_type: str
     compute_dtype: str
-    aux_layer_ids: tuple[int, ...]  # none for `generate`
+    aux_layer_ids: tuple[int, ...]  # of the states that `extract` hands out
     max_tokens: int  # of a sample
     hidden_size: int
     trust_remote_code: bool
