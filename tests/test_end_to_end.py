@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from workflow import SMALL_DRAFT, SMALL_SHARD, small_workspace
+from workflow import KEPT, SMALL_DRAFT, SMALL_SHARD, small_workspace
 
 from eagle3lib import replay
 from eagle3lib.engines.transformers import TransformersEngine
@@ -21,11 +21,12 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished():
     untrained = copy.deepcopy(SMALL_DRAFT)
     untrained["draft"]["name"] = "untrained"
     untrained["training"] |= {"epochs": 1, "learning_rate": 1e-12}
-    workspace = small_workspace(tmp_path_factory.mktemp("e2e") / "first", [SMALL_DRAFT, untrained], prompts=12)
+    shutil.rmtree(KEPT, ignore_errors=True)
+    workspace = small_workspace(KEPT, [SMALL_DRAFT, untrained], prompts=12)
     workspace.snakemake()
     return workspace
 

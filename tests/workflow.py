@@ -30,11 +30,16 @@ class Workspace:
         self.folder = folder
         self.code, self.run_folder = folder / "code", folder / "run"
         if config is not None:
-            for name in ("eagle3lib", "rules", "scripts", "profiles", "docs/captions"):
-                shutil.copytree(ROOT / name, self.code / name, ignore=shutil.ignore_patterns("__pycache__"))
-            shutil.copy(ROOT / "Snakefile", self.code)
+            self.take_code()
             self.run_folder.mkdir(parents=True)
             self.config = config
+
+    def take_code(self) -> None:
+        """As it is now."""
+        shutil.rmtree(self.code, ignore_errors=True)
+        for name in ("eagle3lib", "rules", "scripts", "profiles", "docs/captions"):
+            shutil.copytree(ROOT / name, self.code / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "Snakefile", self.code)
 
     @property
     def config(self) -> dict:
@@ -146,6 +151,28 @@ def tiny_workspace(folder: Path, samples: int, shard_size: int) -> Workspace:
     )
 
 
+# Where the end-to-end test leaves its run: what goes on from there need not train a target and a draft again.
+KEPT = ROOT / "build" / "small"
+
+
+def continue_small(folder: Path, runs: list[dict], prompts: int) -> Workspace:
+    """`small_workspace`, with what the end-to-end test has left; the workflow itself finds what still holds."""
+    if not (KEPT / "config.yaml").exists():
+        return small_workspace(folder, runs, prompts)
+    workspace = Workspace(KEPT).copy(folder)
+    workspace.take_code()
+    held_out = folder / "inputs/held_out.jsonl"
+    write_prompts(held_out, small_prompts(prompts, held_out=True))
+    workspace.config = {**workspace.config, "runs": runs}
+    workspace.set("acceptance.prompts", [str(held_out)])
+    workspace.set("acceptance.max_prompts", prompts)
+    return workspace
+
+
+def write_prompts(path: Path, questions: list[str]) -> None:
+    path.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
+
+
 def small_workspace(folder: Path, runs: list[dict], prompts: int) -> Workspace:
     """The trained target of small_target.py and questions about Python for it; nothing has run.
 
@@ -153,9 +180,8 @@ def small_workspace(folder: Path, runs: list[dict], prompts: int) -> Workspace:
     """
     inputs = folder / "inputs"
     inputs.mkdir(parents=True)
-    for name, questions in (("train", small_prompts(300)), ("held_out", small_prompts(prompts, held_out=True))):
-        lines = [json.dumps({"prompt": question}) + "\n" for question in questions]
-        (inputs / f"{name}.jsonl").write_text("".join(lines))
+    write_prompts(inputs / "train.jsonl", small_prompts(300))
+    write_prompts(inputs / "held_out.jsonl", small_prompts(prompts, held_out=True))
     return Workspace(
         folder,
         {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_evaluation import export_trained_draft
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from workflow import ROOT, SMALL_DRAFT, small_workspace
+from workflow import ROOT, SMALL_DRAFT, continue_small
 
 from eagle3lib import chat, evaluation, export, samples, targets
 from eagle3lib.config import AcceptanceConfig
@@ -27,7 +27,7 @@ PROMPTS = 32
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory):
     """A finished run: a draft of acceptance length above 1.5, trained and exported by the workflow."""
-    workspace = small_workspace(tmp_path_factory.mktemp("engines") / "first", [SMALL_DRAFT], PROMPTS)
+    workspace = continue_small(tmp_path_factory.mktemp("engines") / "first", [SMALL_DRAFT], PROMPTS)
     workspace.snakemake()
     return workspace
 
