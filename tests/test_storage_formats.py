@@ -9,6 +9,8 @@ from test_extraction import KEY, ROOMY, Counting, shard, target  # noqa: F401 - 
 from eagle3lib import extraction, hidden_states, targets
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import FORMATS, convertible, pack_sample, supervising_rows, unpack
+from eagle3lib.job import save_tensors
+from eagle3lib.lineage import file_sha256
 from eagle3lib.store import Store
 from eagle3lib.training_time_test import Batch, position_mask, reply_index
 
@@ -145,3 +147,21 @@ def test_batch_of_a_trimmed_sample_supervises_the_same(tmp_path):
         made.append(Batch.document(torch.tensor(IDS), torch.cat(parts[:-1], dim=-1), parts[-1], replies))
     rows = position_mask(replies, 0).nonzero().squeeze(1) + 1
     assert torch.equal(made[0].last[rows], made[1].last[rows]) and torch.equal(made[0].aux, made[1].aux)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_values_that_are_not_finite_are_seen(dtype):
+    values = torch.randn(50, 8)
+    assert hidden_states.finite(values.to(dtype)) and hidden_states.finite(values[:0].to(dtype))
+    bad = [float("nan")] + ([] if dtype == torch.float8_e4m3fn else [float("inf"), -float("inf")])
+    for value in bad:
+        spoiled = values.clone()
+        spoiled[31, 5] = value
+        assert not hidden_states.finite(spoiled.to(dtype))
+
+
+def test_large_samples_are_hashed_as_they_are_written(tmp_path):
+    with open(tmp_path / "large.pt", "wb") as file:
+        hashing = save_tensors([torch.randn(2**20), torch.randn(2**18)], file)
+    assert hashing.sha256.hexdigest() == file_sha256(tmp_path / "large.pt")
+    assert hashing.bytes == (tmp_path / "large.pt").stat().st_size

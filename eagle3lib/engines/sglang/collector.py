@@ -57,7 +57,7 @@ class _Sample:
     request: Request
     offset: int
     ids: torch.Tensor  # [T] int64
-    states: torch.Tensor  # [L + 1, T, H]
+    states: list[torch.Tensor]  # L + 1 times [T, H]
     rows: int = 0
 
 
@@ -172,8 +172,8 @@ class Collector:
         n = len(ids)
         rows = slice(sample.rows, sample.rows + n)
         sample.ids[rows].copy_(ids, non_blocking=True)
-        sample.states[:-1, rows].copy_(aux.view(n, self.n_states - 1, -1).transpose(0, 1), non_blocking=True)
-        sample.states[-1, rows].copy_(last, non_blocking=True)
+        for state, values in zip(sample.states, [*aux.chunk(self.n_states - 1, dim=1), last], strict=True):
+            state[rows].copy_(values, non_blocking=True)
         sample.rows += n
 
     def _send(self, event: Any, sample: _Sample) -> None:
@@ -214,13 +214,13 @@ class Collector:
 
 def views(
     memory: mmap.mmap, offset: int, n_states: int, n_tokens: int, hidden_size: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids [T] (int64) and the states [n_states, T, H] that lie at `offset`."""
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The ids [T] (int64) and the states, `n_states` times [T, H], that lie at `offset`; each a storage of its own."""
     ids = torch.frombuffer(memory, dtype=torch.int64, count=n_tokens, offset=offset)
-    shape = (n_states, n_tokens, hidden_size)
-    count = n_states * n_tokens * hidden_size
-    states = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset + 8 * n_tokens)
-    return ids, states.view(shape)
+    count = n_tokens * hidden_size
+    starts = [offset + 8 * n_tokens + i * count * dtype.itemsize for i in range(n_states)]
+    states = [torch.frombuffer(memory, dtype=dtype, count=count, offset=start) for start in starts]
+    return ids, [state.view(n_tokens, hidden_size) for state in states]
 
 
 def _pin(arena: Arena) -> None:

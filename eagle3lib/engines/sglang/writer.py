@@ -63,16 +63,16 @@ def write(memory: mmap.mmap, message: dict[str, Any], request: Request) -> dict[
         gc.collect()  # views of the memory must not outlive it
 
 
-def _content(ids: Any, states: Any, served: dict[str, Any], request: Request) -> dict[str, Any]:
+def _content(ids: Any, states: list[Any], served: dict[str, Any], request: Request) -> dict[str, Any]:
     from eagle3lib.hidden_states import StateKey, pack_sample
 
     if request.storage_format is None:
-        return {"input_ids": ids.clone(), "states": states.clone()}
+        return {"input_ids": ids.clone(), "states": states}
     names = ("target_fingerprint", "aux_layer_ids", "compute_dtype")
     fields = {name: served[name] for name in names}
     key = StateKey.of({**fields, "engine": "sglang", "storage_format": request.storage_format, "format_version": 1})
     bounds, rows = request.reply_bounds, request.last_rows
-    return pack_sample(key, ids.tolist(), bounds, list(states), served["version"], request.code, rows)
+    return pack_sample(key, ids.tolist(), bounds, states, served["version"], request.code, rows)
 
 
 def tell(request: Request, answer: dict[str, Any]) -> None:
