@@ -135,7 +135,9 @@ def end_of_run(log):
     from eagle3lib import gpus
     from eagle3lib.engines.sglang import lease
 
-    lease.release(planning.ENGINE, max(run.cfg.engine.grace_seconds for run in plan.runs))
+    lease.release(
+        planning.ENGINE, max(run.cfg.engine.grace_seconds for run in plan.runs)
+    )
     verification.end(planning.STORE)
     records.keep(METADATA, RECORDS)
     return f"GPUs: {gpus.summary()}. Summary: results/summary.md; log of this run: {log[0]}"

@@ -72,7 +72,7 @@ class World:
         return processes.session(self.handle()["keeper"])
 
     def scheduler(self):
-        return next(p for p in self.server() if "sglang::schedul" in p.name())
+        return next(p for p in self.server() if "sglang::sch" in p.name())
 
 
 @pytest.fixture(scope="module")
