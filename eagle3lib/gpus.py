@@ -40,9 +40,10 @@ class Need:
 def survey() -> dict[str, Any]:
     """{"nvml": "ok", "driver", "devices"}; {"nvml": reason, "driver": None, "devices": []} where there is no driver.
 
-    A device: index, uuid, name, used_mib, total_mib, mig (is it split?) and its compute processes, each with pid, user,
-    command, unit (of systemd), stop (the command that ends that unit) and used_mib; of a process that has ended or
-    cannot be seen from here only pid and used_mib are not None. Or index and error, where the device does not answer.
+    A device: index, uuid, name, capability ([9, 0]), used_mib, total_mib, mig (is it split?) and its compute
+    processes, each with pid, user, command, unit (of systemd), stop (the command that ends that unit) and used_mib; of
+    a process that has ended or cannot be seen from here only pid and used_mib are not None. Or index and error, where
+    the device does not answer.
     """
     import pynvml
 
@@ -66,6 +67,7 @@ def _device(pynvml: Any, index: int) -> Device:
             "index": index,
             "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
             "name": _text(pynvml.nvmlDeviceGetName(handle)),
+            "capability": list(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
             "used_mib": memory.used // MIB,
             "total_mib": memory.total // MIB,
             "mig": _is_split(pynvml, handle),

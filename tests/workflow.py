@@ -17,7 +17,15 @@ ROOT = Path(__file__).parent.parent
 
 
 TINY_SAMPLES, TINY_SHARD = 7, 4  # one full shard, tail_2, tail_1
-AFTER_TRAINING = {"export_draft_model": 1, "measure_acceptance": 1, "plot_results": 1, "summarize": 1}
+TRAINING = {
+    "preflight_training": 1,
+    "release_gpus": 1,
+    "train_draft_model": 1,
+    "export_draft_model": 1,
+    "measure_acceptance": 1,
+    "plot_results": 1,
+    "summarize": 1,
+}
 
 
 class Workspace:
