@@ -47,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--delete", nargs="+", metavar="NAME", help="names out of the list, or: all")
     one = add("confirm", _confirm, "yes, make that finished work again (the refused plan names the TOKEN)")
     one.add_argument("token")
+    about = "is this machine fit for it: driver, GPUs, packages, target, disk, limits; a line and a remedy each"
+    add("doctor", _doctor, about, configured=True)
     add("sources", _sources, "prompts that come in packages, for dataset.conversations")
     add("schema", _schema, "the JSON schema of the configuration")
     add("keys", _keys, "every key of the configuration, as a Markdown table")
@@ -85,6 +87,16 @@ def _gc(arguments: argparse.Namespace) -> None:
 def _confirm(arguments: argparse.Namespace) -> None:
     ledger.confirm(STORE, arguments.token)
     print(f"confirmed {arguments.token}; run the same command again")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from eagle3lib import doctor
+
+    failed = False
+    for line in doctor.examine(_plan(arguments)):
+        print(line, flush=True)
+        failed |= line.status == "fail"
+    return int(failed)
 
 
 def _sources(_: argparse.Namespace) -> None:

@@ -27,6 +27,7 @@ LAYERS = [
         "preflight",
     },
     {"overview", "why"},
+    {"doctor"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

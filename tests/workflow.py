@@ -35,7 +35,7 @@ class Workspace:
         self.folder = folder
         self.code, self.run_folder = folder / "code", folder / "run"
         if config is not None:
-            for name in ("eagle3lib", "rules", "scripts", "profiles", "docs/captions"):
+            for name in ("eagle3lib", "rules", "scripts", "profiles", "docs/captions", "envs"):
                 shutil.copytree(ROOT / name, self.code / name, ignore=shutil.ignore_patterns("__pycache__"))
             shutil.copy(ROOT / "Snakefile", self.code)
             self.run_folder.mkdir(parents=True)
@@ -95,7 +95,7 @@ class Workspace:
     def ask(self, *arguments: str) -> subprocess.CompletedProcess:
         """`python -m eagle3lib COMMAND …` in the folder of the results."""
         command = [sys.executable, "-m", "eagle3lib", *arguments]
-        if arguments[0] in ("missing", "why", "gc"):
+        if arguments[0] in ("missing", "why", "gc", "doctor"):
             command += ["--configfile", str(self.folder / "config.yaml")]
         if arguments[0] == "why":
             profile = self.code / "profiles/default"
