@@ -64,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("repo", help="org/name")
     one.add_argument("--yes", action="store_true", help="send it")
     one.add_argument("--public", action="store_true", help="into a public repository (default: private)")
+    about = "is this machine fit for it: driver, GPUs, packages, target, disk, limits; a line and a remedy each"
+    add("doctor", _doctor, about, configured=True)
     add("sources", _sources, "prompts that come in packages, for dataset.conversations")
     add("schema", _schema, "the JSON schema of the configuration")
     add("keys", _keys, "every key of the configuration, as a Markdown table")
@@ -144,6 +146,16 @@ def _push(arguments: argparse.Namespace) -> None:
     from eagle3lib import hub
 
     hub.push(arguments.draft, arguments.repo, arguments.yes, arguments.public)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from eagle3lib import doctor
+
+    failed = False
+    for line in doctor.examine(_plan(arguments)):
+        print(line, flush=True)
+        failed |= line.status == "fail"
+    return int(failed)
 
 
 def _sources(_: argparse.Namespace) -> None:

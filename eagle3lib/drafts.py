@@ -9,10 +9,13 @@ from typing import Any
 
 import pandas as pd
 
-from eagle3lib import ledger, training
+from eagle3lib import ledger, shards, training
+from eagle3lib.config import RunConfig
 from eagle3lib.job import file_lock, write_json
 from eagle3lib.lineage import digest, file_sha256
+from eagle3lib.plan import STORE
 from eagle3lib.store import link
+from eagle3lib.targets import TargetInfo
 from eagle3lib.training import Job, Sample
 
 
@@ -25,6 +28,28 @@ def samples_of(table: pd.DataFrame, folder: Path) -> list[Sample]:
     ]
 
 
+def of(job: Any, run: RunConfig) -> tuple[Job, dict[str, Any]]:
+    """The training that a script's `job` is about, and all that shapes it: params.shaping and the dataset."""
+    table = pd.read_parquet(job.input.table)
+    shaping, dataset = job.params.shaping, shards.dataset_digest(table)
+    identity = digest([dataset, file_sha256(job.input.mapping), shaping], 32)
+    training_job = Job(
+        samples_of(table, Path(job.input.table).parent / "hidden_states"),
+        target=TargetInfo.read(job.input.target),
+        draft=run.draft,
+        training=run.training,
+        mapping=job.input.mapping,
+        folder=str(STORE / "drafts" / identity),
+        digest=identity,
+    )
+    return training_job, {**shaping, "dataset": dataset}
+
+
+def is_trained(job: Job) -> bool:
+    """Does the store hold this draft, finished? (`train_once` checks that it is whole.)"""
+    return (Path(job.folder) / "training.json").exists()
+
+
 def train_once(job: Job, outputs: Sequence[Path], name: str, shaping: dict[str, Any]) -> dict[str, Any]:
     """Train the draft of `job.digest`, go on training it, or find it finished; then link its files to `outputs`.
 
@@ -33,7 +58,7 @@ def train_once(job: Job, outputs: Sequence[Path], name: str, shaping: dict[str, 
     """
     folder = Path(job.folder)
     with file_lock(folder / "lock"):
-        found = (folder / "training.json").exists()
+        found = is_trained(job)
         print(f"draft {job.digest}: {'found' if found else 'to be trained'} in {folder}")
         job.write(folder / "job.json")
         write_json(folder / "made_from.json", {"name": name, "shaping": shaping})
@@ -47,19 +72,3 @@ def train_once(job: Job, outputs: Sequence[Path], name: str, shaping: dict[str, 
     for output in outputs:
         link(folder / output.name, output)
     return result
-
-
-def make_job(
-    table: pd.DataFrame,
-    states_folder: Path,
-    store: Path,
-    mapping: str,
-    dataset: str,
-    shaping: dict[str, Any],
-    **sections: Any,
-) -> Job:
-    """The training of a dataset (`shards.dataset_digest`); `shaping` is everything else that decides the result
-    (settings, key, code)."""
-    identity = digest([dataset, file_sha256(mapping), shaping], 32)
-    folder = str(store / "drafts" / identity)
-    return Job(samples_of(table, states_folder), mapping=mapping, folder=folder, digest=identity, **sections)

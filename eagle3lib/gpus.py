@@ -40,9 +40,10 @@ class Need:
 def survey() -> dict[str, Any]:
     """{"nvml": "ok", "driver", "devices"}; {"nvml": reason, "driver": None, "devices": []} where there is no driver.
 
-    A device: index, uuid, name, used_mib, total_mib, mig (is it split?) and its compute processes, each with pid, user,
-    command, unit (of systemd), stop (the command that ends that unit) and used_mib; of a process that has ended or
-    cannot be seen from here only pid and used_mib are not None. Or index and error, where the device does not answer.
+    A device: index, uuid, name, capability ([9, 0]), used_mib, total_mib, mig (is it split?) and its compute
+    processes, each with pid, user, command, unit (of systemd), stop (the command that ends that unit) and used_mib; of
+    a process that has ended or cannot be seen from here only pid and used_mib are not None. Or index and error, where
+    the device does not answer.
     """
     import pynvml
 
@@ -66,6 +67,7 @@ def _device(pynvml: Any, index: int) -> Device:
             "index": index,
             "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
             "name": _text(pynvml.nvmlDeviceGetName(handle)),
+            "capability": list(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
             "used_mib": memory.used // MIB,
             "total_mib": memory.total // MIB,
             "mig": _is_split(pynvml, handle),
@@ -149,13 +151,14 @@ def state(device: Device, leased: Sequence[str], cfg: GpusConfig, bytes_each: in
         return "split"
     if device["uuid"] in leased or any(p.get("ours") for p in device["processes"]):
         return "ours"
-    if _strangers(device):
+    if strangers(device):
         room = (device["total_mib"] - device["used_mib"]) * MIB
         return "free" if cfg.foreign == "ignore" and room >= bytes_each else "foreign"
     return "lingering" if device["processes"] or device["used_mib"] >= cfg.free_below_mib else "free"
 
 
-def _strangers(device: Device) -> list[dict[str, Any]]:
+def strangers(device: Device) -> list[dict[str, Any]]:
+    """Living processes on it that are not ours."""
     return [p for p in device.get("processes", []) if p["command"] is not None and not p.get("ours")]
 
 
@@ -264,15 +267,16 @@ def busy(seen: dict[str, Any], need: Need, waited: float) -> str:
     free = f"{len(_in(seen, 'free'))} of {len(considered)} GPUs"
     if seen["mask"] is not None:
         free += f" that {MASK}={seen['mask']} leaves"
-    holders = [f"; GPU {d['index']}: {_holder(d, seen['leases'])}" for d in considered if d["state"] != "free"]
-    remedies = list(dict.fromkeys(remedy for d in considered for remedy in _remedies(d))) or [f"lower {need.setting}"]
+    holders = [f"; GPU {d['index']}: {holder(d, seen['leases'])}" for d in considered if d["state"] != "free"]
+    advice = list(dict.fromkeys(one for d in considered for one in remedies(d))) or [f"lower {need.setting}"]
     return (
         f"{need.setting}: {free} are free, {need.gpus} needed, after {waited:.0f} s{''.join(holders)}. "
-        f"{'; '.join(remedies)}; then run the same command again"
+        f"{'; '.join(advice)}; then run the same command again"
     )
 
 
-def _holder(device: Device, leases: Sequence[dict[str, Any]]) -> str:
+def holder(device: Device, leases: Sequence[dict[str, Any]]) -> str:
+    """Who uses a device that is not free, or why nobody can. leases: handles of ours."""
     if device["state"] == "lost":
         return device["error"]
     if device["state"] == "split":
@@ -291,7 +295,8 @@ def _named(process: dict[str, Any]) -> str:
     return f"pid {process['pid']} ({process['command'][:100]}; {whose}{unit}{held})"
 
 
-def _remedies(device: Device) -> list[str]:
+def remedies(device: Device) -> list[str]:
+    """What makes a device free; empty where it is, or is outside of the mask."""
     number = device["index"]
     if device["state"] == "lost":
         return [
@@ -301,7 +306,7 @@ def _remedies(device: Device) -> list[str]:
     if device["state"] == "split":
         return [f"`sudo nvidia-smi -i {number} -mig 0` makes GPU {number} whole again"]
     if device["state"] == "foreign":
-        return [remedy(p) for p in _strangers(device)]
+        return [remedy(p) for p in strangers(device)]
     if device["state"] == "ours":
         return ["wait until that job of this project has ended"]
     if device["state"] == "lingering":

@@ -279,7 +279,7 @@ class Trainer:
     def __init__(self, job: Job, ranks: Ranks, stop: Callable[[int], bool]):
         self.job, self.training, self.ranks, self.stop = job, job.training, ranks, stop
         self.folder, mapping = Path(job.folder), VocabMapping.load(job.mapping)
-        _check_samples(job)
+        check_samples(job)
         self.lengths = [sample.n_tokens for sample in job.samples]
         self.train = [i for i, sample in enumerate(job.samples) if sample.split == "train"]
         self.validation = [i for i, sample in enumerate(job.samples) if sample.split == "validation"]
@@ -503,7 +503,7 @@ def _unstack(sums: Tensor) -> dict[str, Tensor]:
     return dict(zip(SUMS, sums, strict=True))
 
 
-def _check_samples(job: Job) -> None:
+def check_samples(job: Job) -> None:
     if not any(sample.split == "train" for sample in job.samples):
         raise UserError(
             "training: no sample is in the split 'train'; lower dataset.validation_fraction or add conversations"

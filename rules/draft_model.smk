@@ -22,6 +22,26 @@ rule build_vocab_mapping:
         "../scripts/build_vocab_mapping.py"
 
 
+# Before `release_gpus`: nobody frees the GPUs for a training that cannot start.
+rule preflight_training:
+    input:
+        target=f"{TARGET}/target.json",
+        table=f"{STATES}/hidden_states.parquet",
+        mapping=f"{DRAFT}/vocab_mapping.safetensors",
+    output:
+        record=f"{DRAFT}/preflight.json",
+    log:
+        "logs/preflight_training/{target}/{dataset}/{key}/{draft}.log",
+    benchmark:
+        "results/benchmarks/preflight_training/{target}/{dataset}/{key}/{draft}.tsv"
+    threads: 4
+    params:
+        shaping=lambda w: plan.of(w).draft_shaping(),
+        code=code("eagle3lib.preflight"),
+    script:
+        "../scripts/preflight_training.py"
+
+
 rule train_draft_model:
     input:
         target=f"{TARGET}/target.json",

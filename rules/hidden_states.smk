@@ -101,6 +101,7 @@ rule index_hidden_states:
 rule release_gpus:
     input:
         table=f"{STATES}/hidden_states.parquet",
+        preflight=f"{DRAFT}/preflight.json",
     output:
         record=report(
             f"{DRAFT}/gpu_release.json",

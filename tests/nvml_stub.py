@@ -34,11 +34,11 @@ class Nvml:
         self.process = self.start()
 
     def say(self, devices: list[dict], driver: int = 0) -> None:
-        """From now on. A device: used, total (MiB), mig, rc, processes [(pid, MiB)]; its UUID is GPU-{number}."""
+        """From now on. A device: used, total (MiB), mig, rc, capability, processes [(pid, MiB)]; UUIDs: GPU-0, …"""
         lines = [f"driver {driver}"]
         for number, device in enumerate(devices):
-            about = {"used": 10, "total": 96000, "mig": 0, "rc": 0, **device}
-            lines.append("device GPU-{number} {used} {total} {mig} {rc}".format(number=number, **about))
+            about = {"used": 10, "total": 96000, "mig": 0, "rc": 0, "capability": 9, **device}
+            lines.append("device GPU-{number} {used} {total} {mig} {rc} {capability}".format(number=number, **about))
             lines += [f"process {number} {pid} {mib}" for pid, mib in device.get("processes", [])]
         part = self.file.with_suffix(".part")
         part.write_text("\n".join(lines) + "\n")

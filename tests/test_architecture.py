@@ -14,9 +14,20 @@ LAYERS = [
     {"chat", "vocab_mapping", "draft_model", "training_time_test", "acceptance", "wheels", "gguf_target"},
     {"samples", "sources", "targets", "shards", "hidden_states", "checkpoint", "export", "gpus", "plots", "engines"},
     {"disk", "store", "ledger", "records", "verification"},
-    {"extraction", "adoption", "engine_job", "training", "evaluation", "regeneration", "summary", "plan", "drafts"},
+    {
+        "extraction",
+        "adoption",
+        "engine_job",
+        "training",
+        "evaluation",
+        "regeneration",
+        "summary",
+        "plan",
+        "drafts",
+        "preflight",
+    },
     {"consumers", "hub", "overview", "replay", "why"},
-    {"diagnosis"},
+    {"diagnosis", "doctor"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -59,8 +59,8 @@ def test_a_survey_names_what_there_is(nvml, stranger):
     assert (seen["nvml"], seen["driver"]) == ("ok", "999.99")
     free, split, lost = seen["devices"]
     assert free == {
-        "index": 0, "uuid": "GPU-0", "name": "Stub GPU", "used_mib": 10, "total_mib": 96000, "mig": False,
-        "processes": [],
+        "index": 0, "uuid": "GPU-0", "name": "Stub GPU", "capability": [9, 0], "used_mib": 10,
+        "total_mib": 96000, "mig": False, "processes": [],
     }  # fmt: skip
     assert split["mig"] and split["used_mib"] == 500
     about = {"pid": stranger, "user": getpass.getuser(), "command": "sleep 600", "unit": None, "stop": None}

@@ -11,13 +11,12 @@ import pandas as pd
 import pytest
 from safetensors.torch import load_file, save_file
 from tiny import make_target
-from workflow import AFTER_TRAINING, ROOT, TINY_SAMPLES, TINY_SHARD, Workspace, job_counts
+from workflow import ROOT, TINY_SAMPLES, TINY_SHARD, TRAINING, Workspace, job_counts
 
 from eagle3lib.targets import load_info
 
 N, K = TINY_SAMPLES, TINY_SHARD
 EXTRACT = ["extract_hidden_states", "extract_tail_2", "extract_tail_1"]
-TRAINING = {"train_draft_model": 1, **AFTER_TRAINING}
 ALL_EXTRACTION = {
     "plan_storage": 1,
     "adopt_hidden_states": 1,
@@ -26,7 +25,7 @@ ALL_EXTRACTION = {
     "extract_tail_1": 1,
 }
 # A new key is a new folder: everything below it is made there.
-NEW_KEY = {**ALL_EXTRACTION, "index_hidden_states": 1, "release_gpus": 1, "build_vocab_mapping": 1, **TRAINING}
+NEW_KEY = {**ALL_EXTRACTION, "index_hidden_states": 1, "build_vocab_mapping": 1, **TRAINING}
 
 
 def edit(path, old, new):
@@ -43,6 +42,7 @@ def test_finished_run_has_everything(finished):
     assert summary["acceptance_length"] is None or summary["acceptance_length"] >= 1
     assert len(json.loads(finished.result("*/*/*/sample_lengths.json").read_text())) == N
     assert json.loads(finished.result("*/*/*/*/gpu_release.json").read_text())["nvml"]
+    assert json.loads(finished.result("*/*/*/*/preflight.json").read_text())["rehearsal"]["loss"] > 0
     assert not list(finished.run_folder.rglob("*.part"))
 
 
@@ -163,9 +163,21 @@ def test_missing_conversations_are_named(workspace):
 
 def test_fewer_gpus_than_asked_for_stops(workspace):
     workspace.set("training.gpus", 8)
-    workspace.set("training.learning_rate", 3e-4)
-    done = workspace.snakemake("--resources", "gpu=4", check=False)
+    workspace.result("tiny/talk/*/draft/training/training.json").unlink()
+    done = workspace.snakemake("train", "--resources", "gpu=4", check=False)
     assert done.returncode and "training.gpus: 8 GPUs wanted, 4 granted" in done.stdout + done.stderr
+
+
+def test_no_gpu_is_freed_for_a_training_that_cannot_start(workspace, nvml, monkeypatch):
+    for name in ("NVML_STUB", "LD_LIBRARY_PATH"):
+        monkeypatch.setenv(name, nvml.environment[name])
+    nvml.say([{}])
+    workspace.clear_logs()
+    workspace.set("training.gpus", 2)
+    workspace.set("training.learning_rate", 3e-4)
+    done = workspace.snakemake("--resources", "gpu=2", check=False)
+    assert done.returncode and "training.gpus: 1 of 1 GPUs are free, 2 needed" in done.stdout + done.stderr
+    assert not (workspace.run_folder / "logs/release_gpus").exists()
 
 
 def test_plan_of_the_headline_case_without_its_weights(tmp_path):

@@ -20,7 +20,15 @@ ROOT = Path(__file__).parent.parent
 
 TINY_SAMPLES, TINY_SHARD = 7, 4  # one full shard, tail_2, tail_1
 SMALL_SHARD = 16
-AFTER_TRAINING = {"export_draft_model": 1, "measure_acceptance": 1, "plot_results": 1, "summarize": 1}
+TRAINING = {
+    "preflight_training": 1,
+    "release_gpus": 1,
+    "train_draft_model": 1,
+    "export_draft_model": 1,
+    "measure_acceptance": 1,
+    "plot_results": 1,
+    "summarize": 1,
+}
 
 
 class Workspace:
@@ -37,7 +45,7 @@ class Workspace:
     def take_code(self) -> None:
         """As it is now."""
         shutil.rmtree(self.code, ignore_errors=True)
-        for name in ("eagle3lib", "rules", "scripts", "profiles", "docs/captions"):
+        for name in ("eagle3lib", "rules", "scripts", "profiles", "docs/captions", "envs"):
             shutil.copytree(ROOT / name, self.code / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "Snakefile", self.code)
 
@@ -95,7 +103,7 @@ class Workspace:
     def ask(self, *arguments: str) -> subprocess.CompletedProcess:
         """`python -m eagle3lib COMMAND …` in the folder of the results."""
         command = [sys.executable, "-m", "eagle3lib", *arguments]
-        if arguments[0] in ("missing", "why", "gc"):
+        if arguments[0] in ("missing", "why", "gc", "doctor"):
             command += ["--configfile", str(self.folder / "config.yaml")]
         if arguments[0] == "why":
             profile = self.code / "profiles/default"

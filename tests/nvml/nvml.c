@@ -2,7 +2,9 @@
  * while the program under test runs. Lines:
  *
  *   driver RC                              what nvmlInit returns (0: a driver is there)
- *   device UUID USED_MIB TOTAL_MIB MIG RC  the next device; MIG 0 or 1, RC what calls about it return (15: GPU is lost)
+ *   device UUID USED_MIB TOTAL_MIB MIG RC CAPABILITY
+ *                                          the next device; MIG 0 or 1, RC what calls about it return (15: GPU is
+ *                                          lost), CAPABILITY its CUDA major version
  *   process DEVICE PID USED_MIB            a compute process on device number DEVICE
  *
  * Build: cc -shared -fPIC -o libnvidia-ml.so.1 nvml.c
@@ -22,7 +24,7 @@ typedef int Result;
 typedef void *Device; /* its number + 1 */
 typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process;
-typedef struct { char uuid[80]; unsigned long long used, total; unsigned mig; Result rc; } About;
+typedef struct { char uuid[80]; unsigned long long used, total; unsigned mig; Result rc; int capability; } About;
 
 static int initialised;
 
@@ -39,8 +41,8 @@ static Result look(About *devices, unsigned *count, Process *processes, unsigned
     unsigned device, pid;
     unsigned long long used;
     if (sscanf(line, "driver %d", &driver) == 1) continue;
-    if (*count < MANY && sscanf(line, "device %79s %llu %llu %u %d", about.uuid, &about.used, &about.total, &about.mig,
-                                &about.rc) == 5)
+    if (*count < MANY && sscanf(line, "device %79s %llu %llu %u %d %d", about.uuid, &about.used, &about.total,
+                                &about.mig, &about.rc, &about.capability) == 6)
       devices[(*count)++] = about;
     if (*running < MANY && sscanf(line, "process %u %u %llu", &device, &pid, &used) == 3 && device == of)
       processes[(*running)++] = (Process){pid, used << 20, ~0u, ~0u};
@@ -109,6 +111,13 @@ Result nvmlDeviceGetUUID(Device device, char *text, unsigned size) {
 Result nvmlDeviceGetMemoryInfo(Device device, Memory *memory) {
   FIND(device);
   *memory = (Memory){about.total << 20, (about.total - about.used) << 20, about.used << 20};
+  return OK;
+}
+
+Result nvmlDeviceGetCudaComputeCapability(Device device, int *major, int *minor) {
+  FIND(device);
+  *major = about.capability;
+  *minor = 0;
   return OK;
 }
 
