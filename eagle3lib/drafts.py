@@ -46,8 +46,8 @@ def of(job: Any, run: RunConfig) -> tuple[Job, dict[str, Any]]:
 
 
 def is_trained(job: Job) -> bool:
-    """Does the store hold this draft, finished? (`train_once` checks that it is whole.)"""
-    return (Path(job.folder) / "training.json").exists()
+    """Does the store hold this draft, finished and whole? Then it is only linked."""
+    return training.result_of(job) is not None
 
 
 def train_once(job: Job, outputs: Sequence[Path], name: str, shaping: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import psutil
 
 from eagle3lib.config import GpusConfig
 from eagle3lib.errors import UserError
-from eagle3lib.job import started
 from eagle3lib.leases import Leases
 
 MIB = 2**20
@@ -89,11 +88,10 @@ def _is_split(pynvml: Any, handle: Any) -> bool:
 def _process(pid: int, used: int | None) -> dict[str, Any]:
     about: dict[str, Any] = {"pid": pid, "user": None, "command": None, "unit": None, "stop": None}
     try:
-        if started(pid) is not None:  # no zombie
-            process = psutil.Process(pid)
-            about |= {"user": process.username(), "command": " ".join(process.cmdline()) or process.name()}
-            about |= unit_of(Path(f"/proc/{pid}/cgroup").read_text())
-    except (psutil.Error, OSError):  # it has just ended
+        process = psutil.Process(pid)
+        about |= {"user": process.username(), "command": " ".join(process.cmdline()) or process.name()}
+        about |= unit_of(Path(f"/proc/{pid}/cgroup").read_text())
+    except (psutil.Error, OSError):  # it has ended (a zombie has, too)
         pass
     return about | {"used_mib": None if used is None else used // MIB}
 

@@ -109,7 +109,7 @@ def train(job: Job, stop: Callable[[int], bool] | None = None) -> dict[str, Any]
     stop: asked after each step (its number is given); true means checkpoint and raise `Interrupted`; None: SIGTERM and
     SIGINT do that. Raises UserError for samples that do not fit. In this process alone, or as a rank of torchrun.
     """
-    finished = _finished(job)
+    finished = result_of(job)
     if finished:
         return finished
     ranks = Ranks.join(job.training)
@@ -516,7 +516,7 @@ def check_samples(job: Job) -> None:
             )
 
 
-def _finished(job: Job) -> dict[str, Any] | None:
+def result_of(job: Job) -> dict[str, Any] | None:
     """What a training of this digest has left, if it is whole."""
     folder = Path(job.folder)
     try:
@@ -589,7 +589,7 @@ def launch(job_file: str | os.PathLike, training: TrainingConfig) -> dict[str, A
     job = Job.read(job_file)
     if processes(training) == 1:
         return train(job)
-    finished = _finished(job)
+    finished = result_of(job)
     if finished:
         return finished
     workers_log = Path(job.folder) / "workers.log"
@@ -600,7 +600,7 @@ def launch(job_file: str | os.PathLike, training: TrainingConfig) -> dict[str, A
         if stop():
             agent.terminate()
         error = _follow(agent)
-    result = _finished(job)
+    result = result_of(job)
     if stop() and not result:
         raise Interrupted
     if agent.returncode or not result:

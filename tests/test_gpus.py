@@ -15,6 +15,7 @@ from nvml_stub import Refused, answer, give_back
 from eagle3lib import gpus, processes
 from eagle3lib.config import GpusConfig
 from eagle3lib.errors import UserError
+from eagle3lib.job import started
 
 GONE = 2**22 + 1  # above any pid_max
 
@@ -150,6 +151,18 @@ def test_memory_that_lingers_is_waited_for(nvml, begin):
     assert record["free"] == ["GPU-0"] and record["waited_seconds"] > 0
 
 
+def test_a_zombie_has_ended(nvml):
+    """Killed, and its parent has not heard yet: a driver may list it for a while."""
+    process = subprocess.Popen(["sleep", "600"])
+    process.kill()
+    while started(process.pid):
+        time.sleep(0.01)
+    nvml.say([{"used": 50000, "processes": [(process.pid, 50000)]}])
+    with pytest.raises(Refused, match=f"pid {process.pid} .it has ended"):
+        nvml.ask("release", 1)
+    process.wait()
+
+
 def test_memory_that_stays_is_told(nvml):
     nvml.say([{"used": 1000}, {"used": 20, "processes": [(GONE, 10)]}])
     with pytest.raises(Refused) as refused:
@@ -214,6 +227,22 @@ def test_two_trainings_at_the_same_time_get_four_each(nvml, begin):
     for job in jobs:
         job.communicate()  # the end of stdin gives back, too
     assert handles(nvml) == []
+
+
+def test_no_device_is_given_twice(nvml, begin):
+    """Four that ask at the same moment, five times."""
+    nvml.say([{}] * 4)
+    jobs = [begin("survey") for _ in range(4)]
+    for job in jobs:
+        answer(job)  # it has started
+    for _ in range(5):
+        for job in jobs:
+            nvml.put(job, "lease", 1)
+        assert sorted(answer(job)["uuids"][0] for job in jobs) == ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]
+        for job in jobs:
+            give_back(job)
+            nvml.put(job, "survey")
+            answer(job)  # it has been given back
 
 
 def test_ours_is_busy_not_foreign(nvml, begin):
