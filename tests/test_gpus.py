@@ -295,7 +295,7 @@ def test_a_lease_ends_with_its_process_however_that_ends(nvml, begin, number):
     holder = begin("lease", 1)
     answer(holder)
     holder.send_signal(number)
-    holder.wait()
+    holder.wait(60)
     assert nvml.ask("release", 1)["free"] == ["GPU-0"]
     assert handles(nvml) == []
 

@@ -7,6 +7,7 @@ the next line comes.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,9 @@ from eagle3lib import gpus
 from eagle3lib.config import GpusConfig
 from eagle3lib.errors import UserError
 from eagle3lib.leases import Leases
+
+# In the background of a shell it is ignored, and that is inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CHILD = "echo $CUDA_VISIBLE_DEVICES"
 
