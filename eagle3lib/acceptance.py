@@ -72,13 +72,13 @@ def until_end(passes: Sequence[Pass], reply: Sequence[int], limit: int, stop_ids
     return kept
 
 
-class OtherOutput(ValueError):
-    """Two greedy replies to one prompt differ where the target was not undecided."""
-
-
 def of_histogram(histogram: Sequence[int], draft_steps: int) -> list[Pass]:
     """The passes of a reply, in no order, of an engine that tells how many of them accepted k drafts."""
     return [Pass(draft_steps, k) for k, n in enumerate(histogram) for _ in range(n)]
+
+
+class OtherOutput(ValueError):
+    """Two greedy replies to one prompt differ where the target was not undecided."""
 
 
 def parted_at(reply: Sequence[int], reference: Sequence[int], gaps: Sequence[float], tie_gap: float) -> int | None:

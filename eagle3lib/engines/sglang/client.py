@@ -68,12 +68,8 @@ class SGLangEngine:
         `requests_in_flight` at once; `files` is read as they end. A ValueError stands for states that are not finite.
         Raises OSError where the server could not write (its errno), UserError when it fails too often.
         """
-        with ThreadPoolExecutor(self.engine.requests_in_flight) as pool:
-            try:
-                for future, file in _in_flight(pool, self._write, files, self.engine.requests_in_flight):
-                    yield file, future.result()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        for future, file in _in_flight(self._write, files, self.engine.requests_in_flight):
+            yield file, future.result()
 
     def _write(self, file: File) -> dict[str, Any] | ValueError:
         sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
@@ -178,9 +174,8 @@ class SGLangEngine:
             got = self._reply(numbered[1], sampling)
             return numbered[0], list(got["output_ids"]), list(got["meta_info"]["spec_correct_drafts_histogram"])
 
-        with ThreadPoolExecutor(self.engine.requests_in_flight) as pool:
-            for future, _ in _in_flight(pool, answer, enumerate(prompts), self.engine.requests_in_flight):
-                yield future.result()
+        for future, _ in _in_flight(answer, enumerate(prompts), self.engine.requests_in_flight):
+            yield future.result()
 
     def generate(
         self,
@@ -201,15 +196,13 @@ class SGLangEngine:
             got = self._reply(ids, sampling | ({"sampling_seed": seed % 2**31} if temperature > 0 else {}))
             return key, list(got["output_ids"]), got["meta_info"]["finish_reason"]["type"]
 
-        with ThreadPoolExecutor(batch_size) as pool:
-            try:
-                for future, _ in _in_flight(pool, answer, prompts, batch_size):
-                    yield future.result()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-                for rid in list(self.running):  # nobody waits for these any more
-                    with suppress(OSError):
-                        post(self.lease.handle, "/abort_request", {"rid": rid}, 10)
+        try:
+            for future, _ in _in_flight(answer, prompts, batch_size):
+                yield future.result()
+        finally:
+            for rid in list(self.running):  # nobody waits for these any more
+                with suppress(OSError):
+                    post(self.lease.handle, "/abort_request", {"rid": rid}, 10)
 
     @staticmethod
     def _sampling(max_new_tokens: int, stop: Sequence[int]) -> dict[str, Any]:
@@ -262,19 +255,18 @@ class SGLangEngine:
                 return answer
 
 
-def _in_flight(
-    pool: ThreadPoolExecutor, function: Callable[[Any], Any], items: Iterable[Any], n: int
-) -> Iterator[tuple[Future, Any]]:
+def _in_flight(function: Callable[[Any], Any], items: Iterable[Any], n: int) -> Iterator[tuple[Future, Any]]:
     """(future, item) as they end, `n` running; `items` may have one more after it had none (see regeneration)."""
     waiting = iter(items)
     running: dict[Future, Any] = {}
-    while True:
-        while len(running) < n and (item := next(waiting, None)) is not None:
-            running[pool.submit(function, item)] = item
-        if not running:
-            return
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
-            yield future, running.pop(future)
+    with ThreadPoolExecutor(n) as pool:
+        while True:
+            while len(running) < n and (item := next(waiting, None)) is not None:
+                running[pool.submit(function, item)] = item
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield future, running.pop(future)
 
 
 def _text(error: urllib.error.HTTPError) -> str:

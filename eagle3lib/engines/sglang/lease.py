@@ -144,10 +144,7 @@ class Lease:
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
             [sys.executable, "-m", "eagle3lib.engines.sglang.keeper", str(self.folder)],
-            env={
-                **os.environ,
-                "PYTHONPATH": path,
-            },
+            env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # what it has to say is in the log
             stderr=subprocess.DEVNULL,

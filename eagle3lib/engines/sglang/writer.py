@@ -68,9 +68,8 @@ def _content(ids: Any, states: list[Any], served: dict[str, Any], request: Reque
 
     if request.storage_format is None:
         return {"input_ids": ids.clone(), "states": states}
-    names = ("target_fingerprint", "aux_layer_ids", "compute_dtype")
-    fields = {name: served[name] for name in names}
-    key = StateKey.of({**fields, "engine": "sglang", "storage_format": request.storage_format, "format_version": 1})
+    layers = tuple(served["aux_layer_ids"])
+    key = StateKey(served["target_fingerprint"], layers, "sglang", served["compute_dtype"], request.storage_format)
     bounds, rows = request.reply_bounds, request.last_rows
     return pack_sample(key, ids.tolist(), bounds, states, served["version"], request.code, rows)
 
