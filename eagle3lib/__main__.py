@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from eagle3lib import config, ledger, overview, sources, verification, why
 from eagle3lib.errors import UserError
@@ -66,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--public", action="store_true", help="into a public repository (default: private)")
     about = "is this machine fit for it: driver, GPUs, packages, target, disk, limits; a line and a remedy each"
     add("doctor", _doctor, about, configured=True)
+    about = "five samples through the whole configured way, before the long run: replies to exported draft"
+    one = add("canary", _canary, about, configured=True)
+    one.add_argument("--options", default="", help="further options for snakemake, as one string")
     add("sources", _sources, "prompts that come in packages, for dataset.conversations")
     add("schema", _schema, "the JSON schema of the configuration")
     add("keys", _keys, "every key of the configuration, as a Markdown table")
@@ -73,10 +77,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
+    return Plan(_values(arguments))
+
+
+def _values(arguments: argparse.Namespace) -> dict[str, Any]:
     import yaml
 
     try:
-        return Plan(yaml.safe_load(Path(arguments.configfile).read_text("utf-8")) or {})
+        return yaml.safe_load(Path(arguments.configfile).read_text("utf-8")) or {}
     except FileNotFoundError:
         raise UserError(f"{arguments.configfile}: no such file; name yours with --configfile") from None
     except yaml.YAMLError as error:
@@ -156,6 +164,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print(line, flush=True)
         failed |= line.status == "fail"
     return int(failed)
+
+
+def _canary(arguments: argparse.Namespace) -> None:
+    from eagle3lib import canary
+
+    print(canary.send(_values(arguments), shlex.split(arguments.options)))
 
 
 def _sources(_: argparse.Namespace) -> None:

@@ -206,6 +206,19 @@ def missing_rows(sample: dict[str, Any], reply_bounds: Sequence[int]) -> list[in
     return sorted(set(supervising_rows(reply_bounds)) - set(sample["last_rows"].tolist()))
 
 
+def stretches(rows: Sequence[int]) -> list[int]:
+    """Ascending rows as [s0, e0, s1, e1, …]: few numbers, as replies are few."""
+    ends = [i for i in range(len(rows)) if i + 1 == len(rows) or rows[i + 1] != rows[i] + 1]
+    starts = [0, *(i + 1 for i in ends[:-1])] if ends else []
+    return [edge for start, end in zip(starts, ends, strict=True) for edge in (rows[start], rows[end] + 1)]
+
+
+def covers(kept: Sequence[int], reply_bounds: Sequence[int]) -> bool:
+    """Do these `stretches` hold every row that a mask asks for?"""
+    rows = {row for start, end in pairs(kept) for row in range(start, end)}
+    return rows.issuperset(supervising_rows(reply_bounds))
+
+
 def slot_path(shard: str, slot: int) -> str:
     """Path of a sample below a dataset's `hidden_states/`."""
     return f"{shard}/{slot:04d}.pt"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -18,6 +19,8 @@ PACKAGE = "eagle3lib"
 NOT_COMPUTING = {
     f"{PACKAGE}.{name}" for name in ("config", "disk", "errors", "job", "ledger", "lineage", "processes", "store")
 }
+# Of others: what they compute may differ from version to version.
+COMPUTING_PACKAGES = {"torch": ("torch",), "transformers": ("transformers", "tokenizers")}
 REPORTING_CALLS = {"print", "update", "info", "debug", "warning"}
 
 
@@ -42,6 +45,17 @@ def code(*modules: str) -> str:
     """
     sources = sorted(_closure(modules))
     return digest([(name, computing_tokens(_path(name).read_text("utf-8"))) for name in sources])
+
+
+@functools.cache
+def versions(*modules: str) -> dict[str, str]:
+    """Versions of the packages that `modules`, and those of ours that they import, compute with; not imported here.
+
+    Without what follows a `+`: a build for another device is held to the same values.
+    """
+    imported = {name.partition(".")[0] for module in _closure(modules) for name in _imported(module)}
+    packages = [package for name in sorted(imported) for package in COMPUTING_PACKAGES.get(name, ())]
+    return {package: importlib.metadata.version(package).partition("+")[0] for package in packages}
 
 
 def computing_tokens(source: str) -> list[str]:
@@ -97,14 +111,17 @@ def _closure(modules: tuple[str, ...]) -> set[str]:
 
 def _imports(name: str) -> Iterator[str]:
     """Modules of ours that module `name` imports, wherever in it."""
+    return (c for c in _imported(name) if c.startswith(f"{PACKAGE}.") and _is_module(c))
+
+
+def _imported(name: str) -> Iterator[str]:
+    """All that module `name` imports: modules, and names that may be modules."""
     for node in ast.walk(ast.parse(_path(name).read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            candidates = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            candidates = [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (c for c in candidates if c.startswith(f"{PACKAGE}.") and _is_module(c))
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def _is_module(name: str) -> bool:

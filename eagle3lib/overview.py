@@ -55,9 +55,8 @@ def _missing_of(run: Run) -> str:
     absent = {shard: _absent(folder / key / "hidden_states" / shard, about[shard]["n_samples"]) for shard in about}
     absent = {shard: slots for shard, slots in absent.items() if slots}
     total = sum(one["n_samples"] for one in about.values())
-    if not absent:
-        return f"{head}: nothing missing, {total:,} samples"
-    return "\n".join([f"{head}:", *_shard_lines(absent, about), *_totals(run, absent, total)])
+    lines = [*_shard_lines(absent, about), *(_totals(run, absent, total) if absent else ()), *_rows_missing(run)]
+    return "\n".join([f"{head}:", *lines] if lines else [f"{head}: nothing missing, {total:,} samples"])
 
 
 def _absent(folder: Path, slots: int) -> list[int]:
@@ -87,8 +86,7 @@ def _shard_lines(absent: dict[str, list[int]], about: dict[str, dict]) -> Iterat
             yield f"  {name}: all {sum(about[s]['n_samples'] for s in these):,} missing"
         else:
             slots = absent[these[0]]
-            named = ", ".join(f"{slot:04d}" for slot in slots[:NAMED_SLOTS]) + (" …" if slots[NAMED_SLOTS:] else "")
-            yield f"  shard {these[0]}: {len(slots)} of {about[these[0]]['n_samples']} missing: {named}"
+            yield f"  shard {these[0]}: {len(slots)} of {about[these[0]]['n_samples']} missing: {_named(slots)}"
 
 
 def _totals(run: Run, absent: dict[str, list[int]], total: int) -> Iterator[str]:
@@ -105,6 +103,26 @@ def _totals(run: Run, absent: dict[str, list[int]], total: int) -> Iterator[str]
         tokens = int(to_compute["n_tokens"].sum())
         sizes = _bytes(run, to_compute)
         yield f"  to compute: {len(to_compute):,} samples, {tokens:,} tokens, {sizes}, {_hours(tokens)}"
+
+
+def _rows_missing(run: Run) -> Iterator[str]:
+    """Samples that were trimmed for a narrower mask than that of now: their jobs make them anew."""
+    import pandas as pd
+
+    if not run.key.storage_format.endswith("-trimmed"):
+        return
+    store, slots = Store(STORE, run.key), dict[str, list[int]]()
+    kept = {record["sample_id"]: record["last_rows"] for record in store.records() if "last_rows" in record}
+    table = pd.read_parquet(run.samples_file, columns=["shard", "slot", "sample_id", "reply_bounds"])
+    for shard, slot, sample, bounds in table.itertuples(index=False):
+        if sample in kept and not hidden_states.covers(kept[sample], bounds):
+            slots.setdefault(shard, []).append(slot)
+    for shard, these in slots.items():
+        yield f"  shard {shard}: {len(these)} lack rows of their last state under this mask: {_named(these)}"
+
+
+def _named(slots: list[int]) -> str:
+    return ", ".join(f"{slot:04d}" for slot in slots[:NAMED_SLOTS]) + (" …" if slots[NAMED_SLOTS:] else "")
 
 
 def _bytes(run: Run, samples: Any) -> str:

@@ -17,7 +17,7 @@ from eagle3lib import config as settings
 from eagle3lib import engines, hidden_states, shards, sources, targets
 from eagle3lib.config import RunConfig, plain
 from eagle3lib.errors import UserError
-from eagle3lib.lineage import code
+from eagle3lib.lineage import code, versions
 
 RESULTS = Path("results")
 STORE = RESULTS / "store"
@@ -91,6 +91,7 @@ class Run:
             "draft": self.shaping("draft"),
             "training": self.shaping("training"),
             "code": code("eagle3lib.training"),
+            "versions": versions("eagle3lib.training"),
         }
 
     def code(self, *modules: str) -> str:

@@ -2,7 +2,8 @@
 
 - A state lies at `{store}/hidden_states/{key}/{aa}/{sample_id}.pt`; `key` digests what it depends on,
   `sample_id` is the sha256 of its token ids, `aa` its first two digits.
-- A file counts once its line stands in `{aa}/manifest.jsonl`: {"sample_id", "bytes", "sha256", "written"}.
+- A file counts once its line stands in `{aa}/manifest.jsonl`: {"sample_id", "bytes", "sha256", "written"},
+  of a trimmed format also "last_rows" ([start, end) pairs, flattened).
 - Published in this order: `.part`, fsync, header checked, manifest line fsynced, rename, folder fsynced.
 - `synced.json`: all that was written before its time is on the disk, whatever the disk claimed before.
 - Everything under `results/{target}/{dataset}/` is a hard link into the store: Snakemake may delete
@@ -26,7 +27,7 @@ from typing import Any
 
 from eagle3lib.disk import vanished
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import FORMATS, StateKey, content_fault, convertible, load_sample, missing_rows
+from eagle3lib.hidden_states import FORMATS, StateKey, content_fault, convertible, load_sample, missing_rows, stretches
 from eagle3lib.job import append_line, file_lock, fsync_folder, read_lines, save_tensors, started, write_json
 from eagle3lib.lineage import file_sha256
 
@@ -154,12 +155,18 @@ class Store:
             raise OSError(f"{part}: {n_bytes} bytes written, {part.stat().st_size} there")
         if reason := self._header_fault(part, sample, content=False):
             raise OSError(f"{part}: written, but read back differently: {reason}")
-        record = self._append({"sample_id": sample, "bytes": n_bytes, "sha256": sha256})
+        record = self._append({"sample_id": sample, "bytes": n_bytes, "sha256": sha256, **self._kept_rows(part)})
         os.replace(part, self.path(sample))
         fsync_folder(part.parent)
         if time.monotonic() - self._marked > SYNC_SECONDS:
             self.mark_synced()
         return record
+
+    def _kept_rows(self, part: Path) -> dict[str, list[int]]:
+        """Which rows of the last state a trimmed file has: for who asks of all samples at once (`missing`)."""
+        if not self.key.storage_format.endswith("-trimmed"):
+            return {}
+        return {"last_rows": stretches(load_sample(part)["last_rows"].tolist())}
 
     def _make_fan(self, fan: Path) -> None:
         try:

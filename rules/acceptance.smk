@@ -23,5 +23,6 @@ rule measure_acceptance:
         acceptance=plan.shaping("acceptance"),
         engine=lambda w: plan.of(w).key.engine,
         code=code("eagle3lib.evaluation"),
+        versions=versions("eagle3lib.evaluation"),
     script:
         "../scripts/measure_acceptance.py"

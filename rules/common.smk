@@ -9,7 +9,7 @@ from snakemake.exceptions import WorkflowError
 from eagle3lib import overview, records, shards, verification
 from eagle3lib import plan as planning
 from eagle3lib.errors import UserError
-from eagle3lib.lineage import code
+from eagle3lib.lineage import code, versions
 
 try:
     plan = planning.Plan(config)

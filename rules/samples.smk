@@ -16,6 +16,7 @@ rule prepare_target:
         target=plan.shaping("target"),
         fingerprint=lambda w: plan.of(w).identity.fingerprint,
         code=code("eagle3lib.targets", "eagle3lib.gguf_target"),
+        versions=versions("eagle3lib.gguf_target"),
     script:
         "../scripts/prepare_target.py"
 
@@ -72,5 +73,6 @@ checkpoint shard_samples:
         dataset=plan.shaping("dataset"),
         shard_size=plan.shard_size,
         code=code("eagle3lib.shards"),
+        versions=versions("eagle3lib.chat", "eagle3lib.targets"),
     script:
         "../scripts/shard_samples.py"

@@ -21,7 +21,8 @@ with job_log(snakemake.log[0]):
     # Measured once: a sample linked again runs this job again, and changes no byte of the draft.
     draft = [file_sha256(path) for path in export.served_files(snakemake.input.export)]
     params = snakemake.params
-    identity = digest([draft, target.fingerprint, prompts, params.engine, params.acceptance, params.code], 32)
+    measured_by = [params.engine, params.acceptance, params.code, params.versions]
+    identity = digest([draft, target.fingerprint, prompts, *measured_by], 32)
     kept = plan.STORE / "acceptance" / f"{identity}.json"
     if not kept.exists():
         result = evaluation.measure_acceptance(snakemake.input.export, target, open_engine(), prompts, run.acceptance)

@@ -27,7 +27,7 @@ LAYERS = [
         "preflight",
     },
     {"consumers", "hub", "overview", "replay", "why"},
-    {"diagnosis", "doctor"},
+    {"canary", "diagnosis", "doctor"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -1,6 +1,7 @@
 """Digests of code: what computes counts, what only tells does not."""
 
 import pytest
+import torch
 
 from eagle3lib import lineage
 from eagle3lib.lineage import computing_tokens
@@ -84,3 +85,9 @@ def test_code_changes_with_an_imported_module(tmp_path, monkeypatch):
 def test_digest_does_not_depend_on_the_order_of_keys():
     assert lineage.digest({"a": 1, "b": [2]}) == lineage.digest({"b": [2], "a": 1})
     assert lineage.digest({"a": 1}) != lineage.digest({"a": 2})
+
+
+def test_versions_of_what_computes_and_of_nothing_else():
+    found = lineage.versions("eagle3lib.training")
+    assert found["torch"] == torch.__version__.partition("+")[0] and {"transformers", "tokenizers"} <= set(found)
+    assert lineage.versions("eagle3lib.acceptance") == {}

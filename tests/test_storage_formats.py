@@ -1,12 +1,15 @@
 """fp8 and trimmed files: how exact, how large, what they are made from, and that training cannot tell a trimmed one."""
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 from test_extraction import KEY, ROOMY, Counting, shard, target  # noqa: F401 - fixtures
 
-from eagle3lib import extraction, hidden_states, targets
+from eagle3lib import extraction, hidden_states, overview, targets
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import FORMATS, convertible, pack_sample, supervising_rows, unpack
 from eagle3lib.job import save_tensors
@@ -131,11 +134,31 @@ def test_wider_mask_makes_its_samples_anew_and_keeps_the_rows_of_both(shard, tar
     lines = text.splitlines()
     lines[1] = lines[1].replace('"reply_bounds": [4, 30]', '"reply_bounds": [1, 20]')
     shard.write_text("\n".join(lines) + "\n")
+    assert rows_missing(shard) == ["  shard 00000: 1 lack rows of their last state under this mask: 0001"]
     outputs, counts = run(shard, target, "bf16-trimmed", Counting(target))
+    assert rows_missing(shard) == []
     assert counts == {"found": 3, "converted": 0, "computed": 1}
     assert hidden_states.load_sample(outputs[1])["last_rows"].tolist() == list(range(1, 29))
     shard.write_text(text)
     assert run(shard, target, "bf16-trimmed", pytest.fail)[1] == {"found": 4, "converted": 0, "computed": 0}
+
+
+def rows_missing(file):
+    """What `python -m eagle3lib missing` says of the samples as the shard has them now."""
+    table = pd.DataFrame([json.loads(line) for line in file.read_text().splitlines()])
+    table = table.drop(columns="origin").assign(shard="00000", slot=range(len(table)))
+    table.to_parquet(file.with_suffix(".parquet"))
+    key = replace(KEY, storage_format="bf16-trimmed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overview, "STORE", file.parent / "store")
+        return list(overview._rows_missing(SimpleNamespace(key=key, samples_file=file.with_suffix(".parquet"))))
+
+
+@pytest.mark.parametrize("rows", [[], [0], [3, 4, 5, 9, 11, 12]])
+def test_stretches_of_rows(rows):
+    kept = hidden_states.stretches(rows)
+    assert [row for start, end in hidden_states.pairs(kept) for row in range(start, end)] == rows
+    assert not hidden_states.covers(kept, [5, 8, 20, 22])
 
 
 def test_batch_of_a_trimmed_sample_supervises_the_same(tmp_path):

@@ -1,7 +1,7 @@
 """In the server's scheduler: the rows of a request, pass by pass, into shared memory; whole samples to the writer.
 
-The forward loop copies, nothing else (on a GPU it starts copies on a stream of their own). What would hold its
-interpreter lock (hashing, checksums, writing, fsync) is done by a process beside it, writer.py.
+The forward loop starts copies, nothing else: on a GPU on a stream of their own, on a CPU in a thread. What would hold
+its interpreter lock (hashing, checksums, writing, fsync) is done by a process beside it, writer.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 import torch
 
 from eagle3lib.engines.sglang.requests import Request, Served
+
+PASSES = 2  # so many may wait for their copies: their rows stay in the target's memory so long
 
 
 class Arena:
@@ -79,7 +82,8 @@ class Collector:
         self.failed: set[str] = set()  # rids that have been answered with a fault
         self.writing = 0
         self.changed = threading.Condition()
-        self.outbox: queue.SimpleQueue[tuple[Any, dict]] = queue.SimpleQueue()
+        self.outbox: queue.Queue[tuple[Callable[[], None], list[dict]]] = queue.Queue(PASSES)
+        self.broken: Exception | None = None
         self.inbox, self.freed = _start_writer(self.arena)
         self.writer_ended = False
         threading.Thread(target=self._hand_over, daemon=True).start()
@@ -100,26 +104,19 @@ class Collector:
 
         input_ids [N], aux [N, L*H] (ascending layers), last [N, H] (post-norm); N is the sum of `lengths`.
         """
-        whole = []
-        if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            start = 0
-            for rid, length, prefix in zip(rids, lengths, prefixes, strict=True):
-                rows = slice(start, start + length)
-                start += length
-                request = Request.of(rid)
-                if request and (sample := self._sample(rid, request, prefix, rids)):
-                    self._copy(sample, input_ids[rows], aux[rows], last[rows])
-                    if sample.rows >= request.n_tokens:
-                        whole.append(self.samples.pop(rid))
-        event = None
-        if self.stream:
-            for tensor in (input_ids, aux, last):
-                tensor.record_stream(self.stream)
-            event = self.stream.record_event()
-        for sample in whole:
-            self._send(event, sample)
+        if self.broken:
+            raise RuntimeError("eagle3lib: samples cannot be handed to the writer; see above") from self.broken
+        pairs, whole, start = [], [], 0
+        for rid, length, prefix in zip(rids, lengths, prefixes, strict=True):
+            rows = slice(start, start + length)
+            start += length
+            request = Request.of(rid)
+            if request and (sample := self._sample(rid, request, prefix, rids)):
+                pairs += self._places(sample, input_ids[rows], aux[rows], last[rows])
+                if sample.rows >= request.n_tokens:
+                    whole.append(self.samples.pop(rid))
+        if pairs:
+            self.outbox.put((self._copy(pairs), [self._message(sample) for sample in whole]))
 
     def _sample(self, rid: str, request: Request, prefix: int, rids: Sequence[str]) -> _Sample | None:
         """The sample that a pass goes on with; a new one for its first pass (again, after it was set back)."""
@@ -168,37 +165,62 @@ class Collector:
         with self.changed:
             self.arena.give(self.samples.pop(rid).offset)
 
-    def _copy(self, sample: _Sample, ids: torch.Tensor, aux: torch.Tensor, last: torch.Tensor) -> None:
-        n = len(ids)
-        rows = slice(sample.rows, sample.rows + n)
-        sample.ids[rows].copy_(ids, non_blocking=True)
-        for state, values in zip(sample.states, [*aux.chunk(self.n_states - 1, dim=1), last], strict=True):
-            state[rows].copy_(values, non_blocking=True)
-        sample.rows += n
+    def _places(
+        self, sample: _Sample, ids: torch.Tensor, aux: torch.Tensor, last: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Where the rows of a pass belong: (destination, source)."""
+        rows = slice(sample.rows, sample.rows + len(ids))
+        sample.rows += len(ids)
+        sources = [ids, *aux.chunk(self.n_states - 1, dim=1), last]
+        return [(to[rows], source) for to, source in zip([sample.ids, *sample.states], sources, strict=True)]
 
-    def _send(self, event: Any, sample: _Sample) -> None:
-        about: dict[str, Any] = {"offset": sample.offset, "n_states": self.n_states, "hidden_size": self.hidden_size}
-        about |= {"dtype": str(self._dtype(sample.request)).removeprefix("torch."), "fault": None}
+    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """Start to copy; what is returned sees it through to the end: on a CPU it is the copying."""
+
+        def all_of_them() -> None:
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+
+        if self.stream is None:
+            return all_of_them
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            all_of_them()
+        for _, source in pairs:
+            source.record_stream(self.stream)
+        return self.stream.record_event().synchronize
+
+    def _message(self, sample: _Sample) -> dict[str, Any]:
+        """What the writer is told of a whole sample."""
         with self.changed:
             self.writing += 1
-        self.outbox.put((event, {**about, "request": asdict(sample.request), "served": asdict(self.served)}))
+        about: dict[str, Any] = {"offset": sample.offset, "n_states": self.n_states, "hidden_size": self.hidden_size}
+        about |= {"dtype": str(self._dtype(sample.request)).removeprefix("torch."), "fault": None}
+        return {**about, "request": asdict(sample.request), "served": asdict(self.served)}
 
     def _fail(self, rid: str, request: Request, fault: str) -> None:
         """Tell the client, once."""
         if rid not in self.failed:
             self.failed.add(rid)
-            self.outbox.put((None, {"fault": fault, "request": asdict(request), "served": asdict(self.served)}))
+            message = {"fault": fault, "request": asdict(request), "served": asdict(self.served)}
+            self.outbox.put((lambda: None, [message]))
 
     # --- threads beside it ---------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
-        """Whole samples to the writer, once their copies have arrived."""
+        """Whole samples to the writer, once their rows have arrived."""
         while True:
-            event, message = self.outbox.get()
-            if event is not None:
-                event.synchronize()
-            self.inbox.write(json.dumps(message) + "\n")
-            self.inbox.flush()
+            arrive, messages = self.outbox.get()
+            if self.broken:
+                continue  # the forward loop must not wait for room here: it has to hear of it
+            try:
+                arrive()
+                for message in messages:
+                    self.inbox.write(json.dumps(message) + "\n")
+                self.inbox.flush()
+            except Exception as error:
+                traceback.print_exc()
+                self.broken = error
 
     def _take_back(self) -> None:
         """Free what the writer is done with."""

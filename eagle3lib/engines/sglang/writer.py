@@ -6,6 +6,7 @@ scheduler, once it has written all it was handed. Does not end by a signal that 
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import mmap
@@ -36,6 +37,7 @@ def main() -> None:
 
 def write(memory: mmap.mmap, message: dict[str, Any], request: Request) -> dict[str, Any]:
     """Write one sample to its `.part`; its bytes, sha256 and the seconds of its fsync, or {"fault"}, {"errno"}."""
+    _torch_is_loaded()
     import torch
 
     from eagle3lib.engines.sglang.collector import views
@@ -60,7 +62,19 @@ def write(memory: mmap.mmap, message: dict[str, Any], request: Request) -> dict[
     except ValueError as error:  # not finite
         return {"fault": str(error), "unusable": True}
     finally:
-        gc.collect()  # views of the memory must not outlive it
+        gc.collect()  # torch.save leaves its tensors in a cycle: half a gigabyte each
+
+
+@functools.cache
+def _torch_is_loaded() -> None:
+    """Its objects are taken out of the collector's sight: to look through them takes longer than to write a sample."""
+    import torch  # noqa: F401
+
+    import eagle3lib.engines.sglang.collector
+    import eagle3lib.hidden_states
+    import eagle3lib.job  # noqa: F401
+
+    gc.freeze()
 
 
 def _content(ids: Any, states: list[Any], served: dict[str, Any], request: Request) -> dict[str, Any]:
