@@ -7,6 +7,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,6 +47,14 @@ def main(run: Callable[[], None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+@contextmanager
+def scratch(folder: Path = Path("results")) -> Iterator[Path]:
+    """A folder for as long as it is needed, on the disk (not in /tmp) and where git does not look."""
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="benchmark-") as name:
+        yield Path(name)
 
 
 class Stopwatch:

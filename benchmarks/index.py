@@ -11,12 +11,12 @@ import hashlib
 import os
 import random
 import statistics
-import tempfile
 import time
 from pathlib import Path
 
 import pandas as pd
 
+from benchmarks import common
 from eagle3lib import extraction, hidden_states, shards
 from eagle3lib.job import write_json, write_parquet
 
@@ -71,8 +71,7 @@ def index_pass(folder: Path, manifests: dict[str, Path], out: Path) -> tuple[flo
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(dir=".") as name:
-        folder = Path(name)
+    with common.scratch() as folder:
         samples, manifests, stored = build(folder)
         write_parquet(folder / "samples.parquet", samples)
         rounds = [(stat_pass(folder), *index_pass(folder, manifests, folder)) for _ in range(ROUNDS)]

@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,8 +90,8 @@ def first_request(workspace: Workspace) -> tuple[float, str]:
 
 def run(samples: int = SAMPLES) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    with tempfile.TemporaryDirectory(dir=".") as name:
-        workspace = tiny_workspace(Path(name).resolve(), samples, SHARD_SIZE)
+    with common.scratch() as folder:
+        workspace = tiny_workspace(folder.resolve(), samples, SHARD_SIZE)
         workspace.snakemake("samples")
         os.chdir(workspace.run_folder)
         extract_half(workspace)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 
@@ -42,10 +41,10 @@ def main() -> None:
 
     def run() -> None:
         folder = common.check_target(options.target)
-        with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-            prefill = prefill_ratio(folder, Path(scratch), options.python, options.rounds)
-            writer = writer_ratio(Path(scratch), options.rounds)
-            delay = p99_delay(Path(scratch))
+        with common.scratch(options.folder) as scratch:
+            prefill = prefill_ratio(folder, scratch, options.python, options.rounds)
+            writer = writer_ratio(scratch, options.rounds)
+            delay = p99_delay(scratch)
         print(f"sglang_dump prefill_ratio={prefill:.3f} writer_ratio={writer:.3f} p99_delay={delay:.3f}")
 
     common.main(run)

@@ -14,7 +14,6 @@ bf16's. The 95 % interval is over samples and seeds (bootstrap).
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,8 @@ def main() -> None:
     options = parser.parse_args()
 
     def run() -> None:
-        with tempfile.TemporaryDirectory(dir=".") as scratch:
-            Comparison(common.check_target(options.target), Path(scratch)).run(options)
+        with common.scratch() as scratch:
+            Comparison(common.check_target(options.target), scratch).run(options)
 
     common.main(run)
 

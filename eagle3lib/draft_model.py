@@ -221,8 +221,9 @@ class DraftModel(nn.Module):
 
     @torch.no_grad()
     def init_from_target(self, embedding: Tensor, head: Tensor, mapping: VocabMapping) -> None:
-        """Copy the target's embedding [V, H] and the head's [V, H] rows of the draft vocabulary."""
-        self.embed_tokens.weight.copy_(embedding)
+        """Take the target's embedding [V, H], shared and in its dtype, and copy the head's [V, H] rows of the draft
+        vocabulary."""
+        self.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
         self.lm_head.weight.copy_(head[mapping.target_ids])
 
     @torch.no_grad()
@@ -260,7 +261,8 @@ class DraftModel(nn.Module):
         return self.fc(aux.to(self.fc.weight.dtype))
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        return self.embed_tokens(input_ids)
+        """[...] -> [..., H] in the draft's dtype."""
+        return self.embed_tokens(input_ids).to(self.fc.weight.dtype)
 
     def mix(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """Embeddings and hidden states, [..., H] each -> what the projections read, [..., 2H]."""

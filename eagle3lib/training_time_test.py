@@ -35,8 +35,9 @@ from torch import Tensor
 from eagle3lib.draft_model import DraftModel
 from eagle3lib.vocab_mapping import VocabMapping
 
-ROWS_PER_CHUNK = 256  # rows that meet the draft heads at once
-FULL_HEAD_ELEMENTS = 2**24  # elements of logits over the whole vocabulary alive at once
+ROWS_PER_CHUNK = 256  # rows that meet the draft heads at once; fewer where their logits would be more than
+HEAD_ELEMENTS = 2**23
+FULL_HEAD_ROWS = 4096  # rows of the whole head, and rows that meet them, at once
 SUMS = ("loss", "counted", "supervised", "correct", "prefix", "alpha")
 
 
@@ -291,8 +292,9 @@ class _HeadLoss(torch.autograd.Function):
         d_hidden = torch.zeros_like(hidden if wants_grad else hidden[:0])
         d_head = torch.zeros_like(draft_head if wants_grad else draft_head[:0], dtype=torch.float32)
         head = draft_head.to(hidden.dtype)
-        for a in range(0, last.shape[0], ROWS_PER_CHUNK):
-            part = slice(a, a + ROWS_PER_CHUNK)
+        rows = max(1, min(ROWS_PER_CHUNK, HEAD_ELEMENTS // head.shape[0]))
+        for a in range(0, last.shape[0], rows):
+            part = slice(a, a + rows)
             p = (last[part] @ target_head.t()).softmax(dim=-1)
             for step, slot in enumerate(slots[:, part]):
                 x = hidden[step].index_select(0, slot)
@@ -338,8 +340,8 @@ class TrainingTimeTest:
     ):
         """target_head [V, H] in any dtype, on the model's device."""
         self.model, self.mapping, self.steps, self.compute_dtype = model, mapping, steps, compute_dtype
-        self.target_head = target_head.float()
-        self.draft_rows = self.target_head[mapping.target_ids.to(target_head.device)]
+        self.target_head = target_head  # as it is: of a large target it is mapped from its file
+        self.draft_rows = target_head[mapping.target_ids.to(target_head.device)].float()
         decay = step_decay ** torch.arange(steps, dtype=torch.float64)
         self.step_shares = decay / decay.sum()
 
@@ -350,11 +352,18 @@ class TrainingTimeTest:
         Depends on the target only: the trainer makes it once a sample, not once an epoch.
         """
         rows = position_mask(batch.replies, 0, batch.documents).nonzero().squeeze(1) + 1
-        tokens = torch.full_like(batch.input_ids, -1)
-        for part in rows.split(max(1, FULL_HEAD_ELEMENTS // self.target_head.shape[0])):
-            last = batch.last[part].to(self.target_head.device, torch.float32)
-            tokens[part] = (last @ self.target_head.t()).max(dim=-1).indices.to(tokens.device)
-        return tokens
+        last = batch.last[rows].to(self.target_head.device, torch.float32)
+        best = last.new_full((len(rows),), float("-inf"))
+        tokens = torch.zeros(len(rows), dtype=torch.int64, device=last.device)
+        for first, some in enumerate(self.target_head.split(FULL_HEAD_ROWS)):
+            head = some.float().t()
+            for part in torch.arange(len(rows), device=last.device).split(FULL_HEAD_ROWS):
+                value, index = (last[part] @ head).max(dim=-1)
+                better = value > best[part]  # of equals the first, as argmax
+                best[part[better]], tokens[part[better]] = value[better], index[better] + first * FULL_HEAD_ROWS
+        found = torch.full_like(batch.input_ids, -1)
+        found[rows] = tokens.to(found.device)
+        return found
 
     def with_target_tokens(self, batch: Batch) -> Batch:
         return batch.with_tokens(self.target_tokens(batch))
