@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from benchmarks import common
-from eagle3lib import extraction, shards, sources, targets, training
+from eagle3lib import extraction, loader, shards, sources, targets, training
 from eagle3lib.config import DraftConfig, StorageConfig, TrainingConfig
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.engines.transformers import TransformersEngine
@@ -110,13 +110,12 @@ class Comparison:
         assert storage_format == "bf16" or counts["converted"] == len(samples)
         return store
 
-    def _described(self, samples: list[shards.Sample], store: Store, split: str) -> list[training.Sample]:
+    def _described(self, samples: list[shards.Sample], store: Store, split: str) -> list[loader.Sample]:
         return [
-            training.Sample(str(store.path(s.sample_id)), len(s.input_ids), tuple(s.reply_bounds), split)
-            for s in samples
+            loader.Sample(str(store.path(s.sample_id)), len(s.input_ids), tuple(s.reply_bounds), split) for s in samples
         ]
 
-    def _train(self, samples: list[training.Sample], name: str, seed: int) -> Path:
+    def _train(self, samples: list[loader.Sample], name: str, seed: int) -> Path:
         folder = self.scratch / f"{name}-{seed}"
         settings = TrainingConfig(**SETTINGS, seed=seed)
         draft = DraftConfig(draft_vocab_size=4096)
@@ -125,13 +124,13 @@ class Comparison:
         return folder
 
     @torch.no_grad()
-    def _judge(self, folder: Path, samples: list[training.Sample]) -> torch.Tensor:
+    def _judge(self, folder: Path, samples: list[loader.Sample]) -> torch.Tensor:
         """Sums by sample [samples, figures of SUMS, K] of a trained draft."""
         model = DraftModel(DraftModelConfig.from_target(self.target, DraftConfig(draft_vocab_size=4096), 3))
         model.load_state_dict(load_file(folder / "model.safetensors") | {"embed_tokens.weight": self.embedding})
         mapping, steps = VocabMapping.load(self.mapping), int(SETTINGS["ttt_steps"])
         test = TrainingTimeTest(model, self.head, mapping, steps, 0.8)
-        documents, rows = training.Documents(samples, 3), []
+        documents, rows = loader.Documents(samples, 3), []
         for index in range(len(samples)):
             batch = documents.packed([index], [documents.read(index)], test, torch.device("cpu"))
             sums = test(batch)[1]

@@ -13,10 +13,11 @@ from eagle3lib import ledger, shards, training
 from eagle3lib.config import RunConfig
 from eagle3lib.job import file_lock, write_json
 from eagle3lib.lineage import digest, file_sha256
+from eagle3lib.loader import Sample
 from eagle3lib.plan import STORE
 from eagle3lib.store import link
 from eagle3lib.targets import TargetInfo
-from eagle3lib.training import Job, Sample
+from eagle3lib.training import Job
 
 
 def samples_of(table: pd.DataFrame, folder: Path) -> list[Sample]:

@@ -19,7 +19,8 @@ from eagle3lib import checkpoint, gpus, targets, training
 from eagle3lib.disk import Disk, size
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
-from eagle3lib.training import Documents, Job
+from eagle3lib.loader import Documents
+from eagle3lib.training import Job
 from eagle3lib.training_time_test import Batch, TrainingTimeTest
 from eagle3lib.vocab_mapping import VocabMapping
 

@@ -23,7 +23,8 @@ from eagle3lib import export, targets
 from eagle3lib.draft_model import DraftCache, DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import load_sample
-from eagle3lib.training import Documents, Job, Sample
+from eagle3lib.loader import Documents, Sample
+from eagle3lib.training import Job
 from eagle3lib.training_time_test import SUMS, TrainingTimeTest, position_mask, reply_index, summarise
 from eagle3lib.vocab_mapping import VocabMapping
 

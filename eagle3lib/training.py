@@ -19,13 +19,11 @@ import hashlib
 import json
 import math
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -41,16 +39,15 @@ from eagle3lib.config import DraftConfig, TrainingConfig, plain
 from eagle3lib.disk import vanished
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import content_fault, load_sample, unpack
+from eagle3lib.hidden_states import load_sample
 from eagle3lib.job import Progress, atomic_write, file_lock, write_json
 from eagle3lib.lineage import file_sha256
+from eagle3lib.loader import Documents, Sample, epoch_packs, first_fit_decreasing, read_ahead, readers
 from eagle3lib.processes import end_with_parent
-from eagle3lib.store import set_aside
 from eagle3lib.targets import TargetInfo
-from eagle3lib.training_time_test import SUMS, Batch, TrainingTimeTest, reply_index, summarise
+from eagle3lib.training_time_test import SUMS, Batch, TrainingTimeTest, summarise
 from eagle3lib.vocab_mapping import VocabMapping
 
-WINDOW = 128  # samples that are packed among each other: small enough that packs differ from epoch to epoch
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
@@ -59,17 +56,6 @@ class Interrupted(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(130)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Where a sample's states lie, and which of its tokens supervise."""
-
-    path: str
-    n_tokens: int
-    reply_bounds: tuple[int, ...]
-    split: str
-    sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -120,33 +106,6 @@ def train(job: Job, stop: Callable[[int], bool] | None = None) -> dict[str, Any]
 
 
 # --- the order of things -----------------------------------------------------------------------------------------
-
-
-def first_fit_decreasing(indices: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Packs of at most `capacity` tokens: longest first, each into the first pack with room. Stable."""
-    packs: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(indices, key=lambda i: -lengths[i]):
-        place = next((p for p, free in enumerate(room) if free >= lengths[index]), None)
-        if place is None:
-            packs.append([])
-            room.append(capacity)
-            place = len(packs) - 1
-        packs[place].append(index)
-        room[place] -= lengths[index]
-    return packs
-
-
-def epoch_packs(indices: Sequence[int], lengths: Sequence[int], capacity: int, seed: str) -> list[list[int]]:
-    """The packs of an epoch in their order; they do not depend on the number of ranks."""
-    rng = random.Random(seed)
-    order = list(indices)
-    rng.shuffle(order)
-    packs = []
-    for start in range(0, len(order), WINDOW):
-        packs += first_fit_decreasing(order[start : start + WINDOW], lengths, capacity)
-    rng.shuffle(packs)
-    return packs
 
 
 def learning_rate(training: TrainingConfig, progress: float) -> float:
@@ -225,51 +184,6 @@ class StopOnSignal:
             self.then()
 
 
-# --- samples -----------------------------------------------------------------------------------------------------
-
-
-class Documents:
-    """Samples as documents on the CPU. The first read of a run is a full check; the target's tokens are kept."""
-
-    def __init__(self, samples: Sequence[Sample], aux_states: int):
-        self.samples, self.aux_states = samples, aux_states
-        self.checked: set[int] = set()
-        self.target_tokens: dict[int, Tensor] = {}  # int32, made once a sample
-
-    def read(self, index: int) -> Batch:
-        sample = self.samples[index]
-        if not os.path.exists(sample.path):
-            raise UserError(f"{sample.path}: lost; `snakemake extract` makes it anew, then run the same command again")
-        if index not in self.checked and sample.sha256 and file_sha256(sample.path) != sample.sha256:
-            raise _bad_sample(sample, "its sha256 differs from the manifest's")
-        stored = load_sample(sample.path)
-        states = stored["hidden_states"]
-        if len(stored["input_ids"]) != sample.n_tokens or len(states) != self.aux_states + 1:
-            found = f"{len(stored['input_ids'])} tokens and {len(states)} states"
-            raise _bad_sample(sample, f"{found} instead of {sample.n_tokens} and {self.aux_states + 1}")
-        if index not in self.checked and (fault := content_fault(stored)):
-            raise _bad_sample(sample, fault)
-        self.checked.add(index)
-        states = unpack(stored, sample.reply_bounds)
-        replies = reply_index(sample.reply_bounds, sample.n_tokens)
-        return Batch.document(stored["input_ids"].clone(), torch.cat(states[:-1], dim=-1), states[-1].clone(), replies)
-
-    def packed(self, index: list[int], documents: list[Batch], test: TrainingTimeTest, device: torch.device) -> Batch:
-        """The documents of a pack as one batch on the device. Each sample's argmax is taken alone: no other bits."""
-        ready = []
-        for i, document in zip(index, documents, strict=True):
-            if i not in self.target_tokens:
-                self.target_tokens[i] = test.target_tokens(document).to(torch.int32)
-            ready.append(document.with_tokens(self.target_tokens[i].long()))
-        return Batch.pack(ready).to(device)
-
-
-def _bad_sample(sample: Sample, reason: str) -> UserError:
-    """Set the file aside: the next run makes it anew, and the training goes on from its checkpoint."""
-    remedy = "moved to quarantine" if set_aside(Path(sample.path), reason) else "delete it"
-    return UserError(f"{sample.path}: {reason}; {remedy}, then run the same command again: it is made anew")
-
-
 # --- training ----------------------------------------------------------------------------------------------------
 
 
@@ -295,13 +209,13 @@ class Trainer:
         )
         self.total_tokens = sum(self.lengths[i] for i in self.train) * training.epochs
         self.epoch = self.packs_done = self.steps = self.tokens = 0
-        self.seconds_before = 0.0
+        self.seconds_before = self.waited = 0.0  # waited: for documents, since this process began
         self.epoch_sums = self._no_sums()
         self.results: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
         self.started = self.saved_at = time.monotonic()
-        with Log(self.folder, self.ranks.rank == 0) as self.log, ThreadPoolExecutor(1) as self.reader:
+        with Log(self.folder, self.ranks.rank == 0) as self.log, readers() as self.readers:
             self._resume()
             self.progress = Progress(self.total_tokens, "tokens", "train_draft_model")
             self.progress.start -= self.seconds_before  # of a resumed run too the rate is that of all of it
@@ -318,7 +232,8 @@ class Trainer:
         packs = epoch_packs(self.train, self.lengths, capacity, f"{seed}/{self.epoch}")
         each = self.ranks.packs_per_step
         steps = [packs[start : start + each] for start in range(self.packs_done, len(packs), each)]
-        for step, documents in zip(steps, self._read_ahead(steps), strict=True):
+        mine = [self.ranks.mine(step) for step in steps]
+        for step, documents in zip(steps, self._read(mine), strict=True):
             self._step(step, documents)
             self.packs_done += len(step)
             self._control()
@@ -397,24 +312,21 @@ class Trainer:
     def _validate(self) -> Tensor:
         """Sums over the held-out samples, packs dealt to the ranks."""
         packs = first_fit_decreasing(self.validation, self.lengths, self.training.batch_tokens)
-        sums = self._no_sums()
-        for pack in self.ranks.mine(packs):
-            documents = [self.documents.read(i) for i in pack]
+        sums, mine = self._no_sums(), self.ranks.mine(packs)
+        for pack, (documents,) in zip(mine, self._read([[pack] for pack in mine]), strict=True):
             sums += _stack(self.test(self.documents.packed(pack, documents, self.test, self.ranks.device))[1])
         return self.ranks.sum(sums)
 
-    def _read_ahead(self, steps: list[list[list[int]]]) -> Iterator[list[list[Batch]]]:
-        """The documents of this rank's packs, step by step, the next step's being read meanwhile."""
-
-        def read(step: list[list[int]]) -> list[list[Batch]]:
-            return [[self.documents.read(i) for i in pack] for pack in self.ranks.mine(step)]
-
-        ahead = self.reader.submit(read, steps[0]) if steps else None
-        for following in [*steps[1:], None]:
-            if ahead is not None:
-                documents = ahead.result()
-                ahead = self.reader.submit(read, following) if following is not None else None
-                yield documents
+    def _read(self, steps: Sequence[Sequence[list[int]]]) -> Iterator[list[list[Batch]]]:
+        """`loader.read_ahead`, with the time counted that a step waits for it."""
+        ahead = read_ahead(self.documents, steps, self.readers)
+        while True:
+            start = time.monotonic()
+            documents = next(ahead, None)
+            self.waited += time.monotonic() - start
+            if documents is None:
+                return
+            yield documents
 
     # state
 
@@ -475,6 +387,7 @@ class Trainer:
             "steps": self.steps,
             "tokens": self.tokens,
             "seconds": self._seconds(),
+            "loader_wait": self.waited / (time.monotonic() - self.started),
             "processes": self.ranks.world,
             "parameters": sum(p.numel() for p in self.parameters.values()),
             "weights_sha256": hashlib.sha256(data).hexdigest(),

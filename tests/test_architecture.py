@@ -18,6 +18,7 @@ LAYERS = [
         "extraction",
         "adoption",
         "engine_job",
+        "loader",
         "training",
         "evaluation",
         "regeneration",

@@ -18,7 +18,8 @@ from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey, pack_sample
 from eagle3lib.lineage import file_sha256
-from eagle3lib.training import Job, Sample
+from eagle3lib.loader import Sample
+from eagle3lib.training import Job
 from eagle3lib.vocab_mapping import VocabMapping
 
 NO_GPUS = {"nvml": "not available: Driver Not Loaded", "driver": None, "devices": [], "mask": None, "leases": []}

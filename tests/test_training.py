@@ -21,8 +21,9 @@ from eagle3lib.config import DraftConfig, TrainingConfig
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey, pack_sample
+from eagle3lib.loader import Sample, epoch_packs, first_fit_decreasing
 from eagle3lib.targets import TargetInfo
-from eagle3lib.training import Interrupted, Job, Sample, StopOnSignal, epoch_packs, first_fit_decreasing, learning_rate
+from eagle3lib.training import Interrupted, Job, StopOnSignal, learning_rate
 from eagle3lib.vocab_mapping import VocabMapping
 
 V, VD, H = 60, 40, 16

@@ -25,8 +25,9 @@ from eagle3lib.engines import open_engine, transformers  # noqa: F401
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import sample_id
 from eagle3lib.job import job_log
+from eagle3lib.loader import Documents, Sample
 from eagle3lib.targets import TargetInfo
-from eagle3lib.training import Documents, Job, Sample
+from eagle3lib.training import Job
 from eagle3lib.vocab_mapping import VocabMapping
 
 TOKENS_IN_FLIGHT = 96  # several batches: a kill finds some samples finished, some in flight, some not begun

@@ -1,0 +1,141 @@
+"""Samples for the trainer: in packs without padding, read ahead, checked when a run first reads them.
+
+A pack holds whole documents, at most `capacity` tokens. Its documents are read by threads while the steps before it
+are computed: hashing, checking, decoding fp8 and copying let go of the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from eagle3lib.errors import UserError
+from eagle3lib.hidden_states import content_fault, load_sample, unpack
+from eagle3lib.lineage import file_sha256
+from eagle3lib.store import set_aside
+from eagle3lib.training_time_test import Batch, reply_index
+
+if TYPE_CHECKING:
+    from eagle3lib.training_time_test import TrainingTimeTest
+
+WINDOW = 128  # samples that are packed among each other: small enough that packs differ from epoch to epoch
+READERS = 4  # threads of one rank; more than a disk needs, fewer than would disturb a step
+AHEAD = 2  # steps whose documents are read before they are needed: a slow file has that long
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Where a sample's states lie, and which of its tokens supervise."""
+
+    path: str
+    n_tokens: int
+    reply_bounds: tuple[int, ...]
+    split: str
+    sha256: str | None = None
+
+
+# --- packs -------------------------------------------------------------------------------------------------------
+
+
+def first_fit_decreasing(indices: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Packs of at most `capacity` tokens: longest first, each into the first pack with room. Stable."""
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(indices, key=lambda i: -lengths[i]):
+        place = next((p for p, free in enumerate(room) if free >= lengths[index]), None)
+        if place is None:
+            packs.append([])
+            room.append(capacity)
+            place = len(packs) - 1
+        packs[place].append(index)
+        room[place] -= lengths[index]
+    return packs
+
+
+def epoch_packs(indices: Sequence[int], lengths: Sequence[int], capacity: int, seed: str) -> list[list[int]]:
+    """The packs of an epoch in their order; they do not depend on the number of ranks."""
+    rng = random.Random(seed)
+    order = list(indices)
+    rng.shuffle(order)
+    packs = []
+    for start in range(0, len(order), WINDOW):
+        packs += first_fit_decreasing(order[start : start + WINDOW], lengths, capacity)
+    rng.shuffle(packs)
+    return packs
+
+
+# --- documents ---------------------------------------------------------------------------------------------------
+
+
+class Documents:
+    """Samples as documents on the CPU. The first read of a run is a full check; the target's tokens are kept."""
+
+    def __init__(self, samples: Sequence[Sample], aux_states: int):
+        self.samples, self.aux_states = samples, aux_states
+        self.checked: set[int] = set()
+        self.target_tokens: dict[int, Tensor] = {}  # int32, made once a sample
+
+    def read(self, index: int) -> Batch:
+        sample = self.samples[index]
+        if not os.path.exists(sample.path):
+            raise UserError(f"{sample.path}: lost; `snakemake extract` makes it anew, then run the same command again")
+        if index not in self.checked and sample.sha256 and file_sha256(sample.path) != sample.sha256:
+            raise _bad_sample(sample, "its sha256 differs from the manifest's")
+        stored = load_sample(sample.path)
+        states = stored["hidden_states"]
+        if len(stored["input_ids"]) != sample.n_tokens or len(states) != self.aux_states + 1:
+            found = f"{len(stored['input_ids'])} tokens and {len(states)} states"
+            raise _bad_sample(sample, f"{found} instead of {sample.n_tokens} and {self.aux_states + 1}")
+        if index not in self.checked and (fault := content_fault(stored)):
+            raise _bad_sample(sample, fault)
+        self.checked.add(index)
+        states = unpack(stored, sample.reply_bounds)
+        replies = reply_index(sample.reply_bounds, sample.n_tokens)
+        return Batch.document(stored["input_ids"].clone(), torch.cat(states[:-1], dim=-1), states[-1].clone(), replies)
+
+    def packed(self, index: list[int], documents: list[Batch], test: TrainingTimeTest, device: torch.device) -> Batch:
+        """The documents of a pack as one batch on the device. Each sample's argmax is taken alone: no other bits."""
+        ready = []
+        for i, document in zip(index, documents, strict=True):
+            if i not in self.target_tokens:
+                self.target_tokens[i] = test.target_tokens(document).to(torch.int32)
+            ready.append(document.with_tokens(self.target_tokens[i].long()))
+        return Batch.pack(ready).to(device)
+
+
+def _bad_sample(sample: Sample, reason: str) -> UserError:
+    """Set the file aside: the next run makes it anew, and the training goes on from its checkpoint."""
+    remedy = "moved to quarantine" if set_aside(Path(sample.path), reason) else "delete it"
+    return UserError(f"{sample.path}: {reason}; {remedy}, then run the same command again: it is made anew")
+
+
+def read_ahead(
+    documents: Documents, steps: Sequence[Sequence[list[int]]], readers: ThreadPoolExecutor
+) -> Iterator[list[list[Batch]]]:
+    """The documents of each step's packs, in order; those of the next `AHEAD` steps are being read meanwhile."""
+    waiting: deque[list[list[Future[Batch]]]] = deque()
+    to_come = iter(steps)
+    for _ in steps:
+        while len(waiting) <= AHEAD and (step := next(to_come, None)) is not None:
+            waiting.append([[readers.submit(documents.read, i) for i in pack] for pack in step])
+        yield [[document.result() for document in pack] for pack in waiting.popleft()]
+
+
+@contextmanager
+def readers() -> Iterator[ThreadPoolExecutor]:
+    """The threads that read; what they have not begun when the training ends is not read."""
+    pool = ThreadPoolExecutor(READERS)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
