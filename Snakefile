@@ -13,6 +13,9 @@ if not workflow.config_settings.configfiles:
     configfile: os.path.join(workflow.basedir, "config", "config.yaml")
 
 
+report: "docs/captions/workflow.rst"
+
+
 include: "rules/common.smk"
 include: "rules/samples.smk"
 include: "rules/hidden_states.smk"

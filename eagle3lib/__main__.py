@@ -42,6 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     one = add("why", _why, "why a file would be made (again): the chain of jobs, causes first", configured=True)
     one.add_argument("file", help="a path under results/")
     one.add_argument("--options", default="", help="further options for snakemake, as one string")
+    about = "what a state, a draft, a figure or any other result came from; what became of an input line"
+    one = add("trace", _trace, about)
+    one.add_argument("path", help="a path under results/, or FILE:LINE of an input file")
     one = add("verify", _verify, "read every byte of the store; bad files go to quarantine and are made again")
     one.add_argument("keys", nargs="*", help="only these keys (folders of results/store/hidden_states)")
     one = add("gc", _gc, "what the configuration no longer uses; --delete frees it", configured=True)
@@ -97,6 +100,12 @@ def _missing(arguments: argparse.Namespace) -> None:
 
 def _why(arguments: argparse.Namespace) -> None:
     print(why.explain(arguments.file, arguments.configfile, shlex.split(arguments.options)), end="")
+
+
+def _trace(arguments: argparse.Namespace) -> None:
+    from eagle3lib import tables, trace
+
+    print(tables.as_text(trace.trace(arguments.path)), end="")
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from eagle3lib.job import atomic_write
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#767676"
 STEP_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000"]
+UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 STYLE: Any = {
     "svg.hashsalt": "eagle3lib",
     "font.family": "DejaVu Sans",
@@ -98,21 +99,31 @@ def _plot_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         axes.legend(title="draft step", ncols=1 if steps < 5 else 2)
 
 
-def plot_acceptance(result: Mapping[str, Any], out: Path_) -> None:
-    """Acceptance rate by position, the draft beside the n-gram baseline; `result`: `evaluation.measure_acceptance`."""
-    series = [("draft model", result, BLUE), ("n-gram baseline", result["ngram"], GREY)]
+def plot_acceptance(result: Mapping[str, Any], predicted: Mapping[str, Any], out: Path_) -> None:
+    """Acceptance rate by position: measured, as training predicts it, and of the n-gram baseline.
+
+    result: `evaluation.measure_acceptance`; predicted: `summary.predicted`, which may know fewer positions.
+    """
+    told = {"validation": "held-out samples", "train": "its own samples"}[predicted["split"]]
+    series = [
+        ("draft model, measured", result, BLUE),
+        (f"training's prediction on {told}", predicted, ORANGE),
+        ("n-gram baseline, measured", result["ngram"], GREY),
+    ]
+    positions = len(result["acceptance_rate"])
     with matplotlib.rc_context(STYLE):
-        figure = _figure(6.0, 3.6)
+        figure = _figure(max(6.4, 1.5 * positions), 4.0)
         axes = figure.subplots()
         for i, (name, figures, colour) in enumerate(series):
             length = figures["acceptance_length"]
             label = f"{name}: acceptance length " + ("-" if length is None else f"{length:.2f}")
-            _bars(axes, figures["acceptance_rate"], offset=(i - 0.5) * 0.38, width=0.36, colour=colour, label=label)
+            rates = figures["acceptance_rate"][:positions]
+            _bars(axes, rates, offset=(i - 1) * 0.28, width=0.26, colour=colour, label=label)
         axes.set(
             title="Acceptance rate by draft position",
             xlabel="position in the chain of drafts",
             ylabel="accepted / drafted",
-            xticks=range(1, len(result["acceptance_rate"]) + 1),
+            xticks=range(1, positions + 1),
         )
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.grid(axis="x", visible=False)
@@ -165,6 +176,53 @@ def plot_rejected(reasons: Mapping[str, int], out: Path_) -> None:
             axes.set_yticks([])
             axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", va="center", color=GREY)
         _save(figure, out)
+
+
+def plot_storage(storage: Mapping[str, Any], out: Path_) -> None:
+    """Bytes of the hidden states, forecast and actual, beside the forecasts of other formats (`summary.storage`)."""
+    name, actual, forecast = storage["storage_format"], storage["actual"], storage["forecast"]
+    bars = [(f"{name}, forecast", forecast, ORANGE), (f"{name}, on disk", actual, BLUE)]
+    bars += [(f"{other}, forecast", count, GREY) for other, count in storage["other_formats"].items()]
+    factor, unit = _unit(max(count for _, count, _ in bars))
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(6.4, 1.1 + 0.36 * len(bars))
+        axes = figure.subplots()
+        labels = [label for label, _, _ in bars]
+        drawn = axes.barh(labels, [n / factor for _, n, _ in bars], color=[c for _, _, c in bars], height=0.65)
+        axes.bar_label(drawn, [f"{n / factor:,.4g} {unit}" for _, n, _ in bars], padding=3, fontsize=9)
+        off = f", {actual / forecast - 1:+.2%} of the forecast" if forecast else ""
+        axes.set(title=f"Hidden states: {actual / factor:,.4g} {unit} on disk{off}", xlabel=f"size ({unit})")
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.margins(x=0.16)
+        _save(figure, out)
+
+
+def plot_throughput(stages: Mapping[str, Mapping[str, float]], out: Path_) -> None:
+    """Hours that a million tokens of the samples take, by stage, with the tokens/s (`summary.throughput`)."""
+    hours = [one["hours_per_million_tokens"] for one in stages.values()]
+    texts = [
+        f"{one['hours_per_million_tokens']:.3g} h ({one['tokens_per_second']:,.0f} tokens/s)" for one in stages.values()
+    ]
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(6.4, 1.2 + 0.4 * max(len(hours), 1))
+        axes = figure.subplots()
+        axes.bar_label(axes.barh(list(stages), hours, color=BLUE, height=0.6), texts, padding=3, fontsize=9)
+        axes.set(
+            title=f"A million tokens of samples take {sum(hours):.3g} hours" if hours else "Throughput: not on record",
+            xlabel="hours per million tokens of the samples",
+        )
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.margins(x=0.45)
+        if not hours:
+            axes.set_yticks([])
+        _save(figure, out)
+
+
+def _unit(count: float) -> tuple[float, str]:
+    """Factor and name of the decimal unit in which so many bytes are said best."""
+    return next((f, name) for f, name in UNITS if count >= f or f == 1)
 
 
 def _of_kind(rows: Sequence[Mapping[str, Any]], kind: str, key: str) -> list[Mapping[str, Any]]:

@@ -11,9 +11,12 @@ import binascii
 import json
 import os
 import shutil
-from base64 import urlsafe_b64decode
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+NAME_MAX = 255  # of a file's name
 
 
 def keep(metadata: Path, kept: Path) -> int:
@@ -42,6 +45,21 @@ def _records(folder: Path) -> Iterator[tuple[str, Path]]:
             relative = str(path.relative_to(folder))
             if name != "migration_underway" and not output_of(relative).endswith(".pt"):
                 yield relative, path
+
+
+def of(output: str, *folders: Path) -> dict[str, Any] | None:
+    """Snakemake's record of the job that made `output`, from the first of `folders` that has one."""
+    for path in (folder / record_of(output) for folder in folders):
+        if path.is_file() and _whole(path):
+            return json.loads(path.read_text())
+    return None
+
+
+def record_of(output: str) -> str:
+    """The name of an output's record."""
+    name, step = urlsafe_b64encode(output.encode()).decode(), NAME_MAX - 1
+    parts = [name[i : i + step] for i in range(0, len(name), step)]
+    return "/".join([*(f"@{part}" for part in parts[:-1]), parts[-1]])
 
 
 def output_of(record: str) -> str:

@@ -6,6 +6,7 @@ import csv
 import json
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from eagle3lib import __version__
+from eagle3lib import __version__, hidden_states, ledger
+from eagle3lib.disk import size
+from eagle3lib.hidden_states import StateKey
 from eagle3lib.job import write_json, write_text
+from eagle3lib.tables import Table, as_page, facts
 
 PACKAGES = ("snakemake", "torch", "transformers", "safetensors", "pandas", "nvidia-ml-py")
 # Benchmark folders of a run, by how deep in target/dataset/key/draft their files lie.
@@ -30,6 +34,9 @@ STAGES = {
 }
 
 
+WORK = {"replies": "replies", "states": "hidden states", "draft": "training"}
+
+
 def collect(names: dict[str, str], results: Path = Path("results")) -> dict[str, Any]:
     """The figures of one run (`names`: its wildcards), from the files its rules made."""
     dataset = results / names["target"] / names["dataset"]
@@ -42,6 +49,7 @@ def collect(names: dict[str, str], results: Path = Path("results")) -> dict[str,
         "acceptance_length": acceptance["acceptance_length"],
         "acceptance_rate": acceptance["acceptance_rate"],
         "acceptance": {k: v for k, v in acceptance.items() if k != "per_prompt"},
+        "predicted": predicted(training["metrics"]),
         "accuracy": training["metrics"].get("validation", training["metrics"]["train"])["accuracy_of_supervised"],
         "validation": training["metrics"].get("validation", {}),
         "training": {k: training[k] for k in ("epochs", "steps", "tokens", "seconds", "processes", "parameters")},
@@ -49,6 +57,8 @@ def collect(names: dict[str, str], results: Path = Path("results")) -> dict[str,
         "tokens": states["tokens"],
         "supervised_tokens": states["supervised_tokens"],
         "hidden_state_bytes": states["bytes"],
+        "storage": storage(draft.parent, states),
+        "throughput": throughput(names, states, training, results / "store"),
         "rejected": _rejected(dataset / "rejected.jsonl"),
         "target_fingerprint": states["target_fingerprint"],
         "aux_layer_ids": states["aux_layer_ids"],
@@ -56,6 +66,64 @@ def collect(names: dict[str, str], results: Path = Path("results")) -> dict[str,
         "stages": stages(names, results / "benchmarks"),
         "versions": versions(),
     }
+
+
+def predicted(metrics: dict[str, Any]) -> dict[str, Any]:
+    """What training promises of the acceptance: its joint prefix hits, on held-out samples where there are any."""
+    split = "validation" if "validation" in metrics else "train"
+    return {
+        "split": split,
+        "acceptance_length": metrics[split].get("acceptance_length"),
+        "acceptance_rate": metrics[split].get("prefix_of_supervised", []),
+    }
+
+
+def storage(folder: Path, states: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of the hidden states: as forecast from the lengths before the first one, as they are, and as the forecast
+    is for the other storage formats. states: data_config.json of `folder`."""
+    key = StateKey.of({name: states[name] for name in StateKey.__dataclass_fields__})
+    samples = pd.read_parquet(folder.parent / "samples.parquet", columns=["n_tokens", "reply_bounds"])
+    lengths = list(zip(samples["n_tokens"].tolist(), samples["reply_bounds"], strict=True))
+
+    def forecast(storage_format: str) -> int:
+        other = replace(key, storage_format=storage_format)
+        return sum(hidden_states.stored_bytes(other, states["hidden_size"], n, bounds) for n, bounds in lengths)
+
+    return {
+        "storage_format": key.storage_format,
+        "forecast": _read(folder / "storage_plan.json")["bytes_all"],
+        "actual": states["bytes"],
+        "other_formats": {name: forecast(name) for name in hidden_states.FORMATS if name != key.storage_format},
+    }
+
+
+def throughput(
+    names: dict[str, str], states: dict[str, Any], training: dict[str, Any], store: Path
+) -> dict[str, dict[str, float]]:
+    """Of each dear stage: tokens/s of all its jobs together, and hours per million tokens of the samples at that rate.
+
+    Out of the ledger, which knows the work that was really done: a job that only links takes a second and says
+    nothing. A stage whose work is not on record is left out. The tokens are those of the replies, of the samples, and
+    of all epochs.
+    """
+    entries = ledger.read(store)
+    key = {name: states[name] for name in StateKey.__dataclass_fields__}
+    made_from = store / "drafts" / str(training.get("digest")) / "made_from.json"
+    shaping = _read(made_from)["shaping"] if made_from.exists() else None
+    dataset, who = f"{names['target']}/{names['dataset']}", ("target_fingerprint", "engine", "compute_dtype")
+    done = {
+        "replies": [e for e in entries if e.name == dataset and all(e.shaping.get(k) == key[k] for k in who)],
+        "states": [e for e in entries if e.shaping == key],
+        "draft": [e for e in entries if e.shaping == shaping],
+    }
+    tokens = {"replies": states["supervised_tokens"], "states": states["tokens"], "draft": training["tokens"]}
+    found = {}
+    for kind, of_stage in done.items():
+        rate = ledger.rate(entry for entry in of_stage if entry.kind == kind)
+        if rate:
+            hours = tokens[kind] / rate / 3600 / (states["tokens"] / 1e6)
+            found[kind] = {"tokens_per_second": rate, "hours_per_million_tokens": hours}
+    return found
 
 
 def stages(names: dict[str, str], folder: Path) -> dict[str, dict[str, float]]:
@@ -84,10 +152,80 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write(runs: Sequence[dict[str, Any]], config: dict[str, Any], text: str, json_file: str, config_file: str) -> None:
+def write(
+    runs: Sequence[dict[str, Any]], config: dict[str, Any], text: str, json_file: str, page: str, config_file: str
+) -> None:
     write_json(json_file, {"runs": list(runs)})
     write_text(text, "\n".join(_as_text(run) for run in runs))
+    write_text(page, as_page("Summary", _as_tables(runs)))
     write_text(config_file, yaml.safe_dump(_plain(config), sort_keys=False))
+
+
+def _as_tables(runs: Sequence[dict[str, Any]]) -> list[Table]:
+    """For the report: all drafts beside each other, then each one's way."""
+    return [_drafts(runs), *(table for run in runs for table in _way(run, len(runs) > 1)), _versions(runs)]
+
+
+def _drafts(runs: Sequence[dict[str, Any]]) -> Table:
+    positions = max(len(run["acceptance_rate"]) for run in runs)
+    rows = [
+        (
+            run["draft"],
+            run["target"],
+            run["dataset"],
+            _figure(run["acceptance_length"]),
+            _figure(run["predicted"]["acceptance_length"]),
+            _figure(run["acceptance"]["ngram_acceptance_length"]),
+            *(
+                [_percent(rate) for rate in run["acceptance_rate"]]
+                + ["-"] * (positions - len(run["acceptance_rate"]))
+            ),
+            f"{run['acceptance']['prompts']:,}",
+        )
+        for run in runs
+    ]
+    header = ("draft", "target", "dataset", "acceptance length", "as training said", "n-gram drafter")
+    note = "Acceptance length: tokens per pass of the target, its own included. Positions: share of drafts accepted."
+    return Table(
+        "How good", rows, (*header, *(f"position {k + 1}" for k in range(positions)), "prompts"), note
+    )
+
+
+def _way(run: dict[str, Any], named: bool) -> list[Table]:
+    """What was made, and how long it took."""
+    of = f" of {run['draft']} ({run['target']}, {run['dataset']}, {run['key']})" if named else ""
+    made = {
+        "samples": f"{run['samples']:,} ({run['tokens']:,} tokens, {run['supervised_tokens']:,} of them supervised)",
+        "rejected": ", ".join(f"{n:,} {reason}" for reason, n in run["rejected"].items()) or "none",
+        "hidden states": f"{size(run['hidden_state_bytes'])}, aux layers {run['aux_layer_ids']}",
+        "draft": f"{run['training']['parameters']:,} parameters, {run['training']['epochs']} epochs, "
+        f"{run['training']['steps']:,} steps",
+        "degenerate replies": f"{run['acceptance']['degenerate']} left out; {run['acceptance']['degenerate_rule']}",
+        "acceptance length": run["acceptance"]["formula"],
+        "GPUs": run["gpu_release"],
+    }
+    jobs = [(n, str(s["jobs"]), f"{s['minutes']:.2f}", f"{s['cpu_seconds']:.0f}") for n, s in run["stages"].items()]
+    speed = [
+        (WORK[kind], f"{one['tokens_per_second']:,.0f}", f"{one['hours_per_million_tokens']:.2f}")
+        for kind, one in run["throughput"].items()
+    ]
+    note = "The last run of each job: one that found its work in the store is short. Jobs side by side count each."
+    return [
+        facts(f"What was made{of}", made),
+        Table(f"Stages{of}", jobs or [("-",) * 4], ("stage", "jobs", "minutes", "CPU-seconds"), note),
+        Table(
+            f"Throughput{of}",
+            speed or [("not on record", "-", "-")],
+            ("stage", "tokens/s", "hours per million tokens"),
+            "Of the work that was really done. Hours: for a million tokens of the samples, training with all its epochs.",
+        ),
+    ]
+
+
+def _versions(runs: Sequence[dict[str, Any]]) -> Table:
+    """Of the packages that made the summary; those of engine and trainer are in each draft's lineage."""
+    versions = runs[0]["versions"]
+    return Table("Versions", list(versions.items()), ("package", "version"))
 
 
 def _as_text(run: dict[str, Any]) -> str:
@@ -100,6 +238,8 @@ def _as_text(run: dict[str, Any]) -> str:
         f"{_figure(acceptance['acceptance_length_all'])}, n-gram drafter "
         f"{_figure(acceptance['ngram_acceptance_length'])}",
         f"acceptance rate    {rates}   by position",
+        f"as training said   {', '.join(map(_figure, run['predicted']['acceptance_rate'])) or '-'}   "
+        f"({run['predicted']['split']})",
         f"validation         acceptance length {_figure(run['validation'].get('acceptance_length'))}, accuracy of "
         f"supervised tokens {', '.join(map(_figure, run['validation'].get('accuracy_of_supervised', [])))}",
         f"samples            {run['samples']:,} ({run['tokens']:,} tokens, {run['supervised_tokens']:,} supervised)",
@@ -114,6 +254,12 @@ def _as_text(run: dict[str, Any]) -> str:
         "| --- | ---: | ---: | ---: |",
         *(f"| {n} | {s['jobs']} | {s['minutes']:.2f} | {s['cpu_seconds']:.0f} |" for n, s in run["stages"].items()),
         "",
+        *(
+            f"{WORK[kind]}: {one['tokens_per_second']:,.0f} tokens/s, {one['hours_per_million_tokens']:.2f} hours per "
+            "million tokens of the samples"
+            for kind, one in run["throughput"].items()
+        ),
+        "",
         "versions: " + ", ".join(f"{name} {number}" for name, number in run["versions"].items()),
         "",
     ]
@@ -123,6 +269,10 @@ def _as_text(run: dict[str, Any]) -> str:
 def _figure(value: float | None) -> str:
     """A figure may be missing: all replies degenerate, a position never drafted, nothing held out."""
     return "-" if value is None else f"{value:.3f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _rejected(path: Path) -> dict[str, int]:

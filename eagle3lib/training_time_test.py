@@ -473,8 +473,9 @@ class _Plan:
 def summarise(sums: dict[str, Tensor], step_decay: float) -> dict[str, Any]:
     """Sums of one or many batches -> figures, each with its denominator in its name; lists are by draft step.
 
-    `acceptance_length` = 1 + sum_i (slots right at all steps 0..i) / (slots supervised at step i): tokens for one
-    pass of the target, its own included, drafting greedily on the target's own text. `loss` is that of
+    `prefix_of_supervised` = (slots right at all steps 0..i) / (slots supervised at step i): how often the target takes
+    draft i. `acceptance_length` = 1 + their sum: tokens for one pass of the target, its own included, drafting
+    greedily on the target's own text. `loss` is that of
     `TrainingTimeTest`; a step without a counted slot adds 0.
     """
     values = {name: value.double().cpu() for name, value in sums.items()}
@@ -484,6 +485,7 @@ def summarise(sums: dict[str, Tensor], step_decay: float) -> dict[str, Any]:
     figures = {
         "loss": float((shares / shares.sum() * loss).sum()),
         "acceptance_length": 1 + float((values["prefix"] / supervised).sum()),
+        "prefix_of_supervised": (values["prefix"] / supervised).tolist(),
         "accuracy_of_supervised": (values["correct"] / supervised).tolist(),
         "accuracy_of_counted": (values["correct"] / counted).tolist(),
         "loss_of_counted": loss.tolist(),

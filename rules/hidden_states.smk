@@ -103,12 +103,7 @@ rule release_gpus:
         table=f"{STATES}/hidden_states.parquet",
         preflight=f"{DRAFT}/preflight.json",
     output:
-        record=report(
-            f"{DRAFT}/gpu_release.json",
-            category="{target} / {dataset} / {draft}",
-            labels={"figure": "GPUs before training"},
-            caption="../docs/captions/gpu_release.rst",
-        ),
+        record=f"{DRAFT}/gpu_release.json",
     log:
         "logs/release_gpus/{target}/{dataset}/{key}/{draft}.log",
     benchmark:

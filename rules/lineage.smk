@@ -1,15 +1,17 @@
-# all of it -> plots, summary for people and for programs.
+# all of it -> figures and tables of each draft, summary for people and for programs.
 #
 # in:   results of every run
-# out:  results/{target}/{dataset}/{key}/{draft}/plots/*.svg, results/summary.md, results/summary.json
+# out:  results/{target}/{dataset}/{key}/{draft}/plots/*.svg, *.html
+#       results/summary.md, results/summary.html, results/summary.json, results/config.yaml
 
 
-def figure(name):
+def shown(file, stage, name):
+    """A result of one draft in the report: `stage` numbers the list there."""
     return report(
-        f"{DRAFT}/plots/{name}.svg",
+        f"{DRAFT}/plots/{file}",
         category="{target} / {dataset} / {draft}",
-        labels={"figure": name.replace("_", " ")},
-        caption=f"../docs/captions/{name}.rst",
+        labels={"stage": stage, "shows": name},
+        caption=f"../docs/captions/{file.split('.')[0]}.rst",
     )
 
 
@@ -17,21 +19,40 @@ rule plot_results:
     input:
         samples=f"{DATASET}/samples.parquet",
         rejected=f"{DATASET}/rejected.jsonl",
+        storage=f"{STATES}/storage_plan.json",
+        states=f"{STATES}/data_config.json",
+        release=f"{DRAFT}/gpu_release.json",
+        training=f"{DRAFT}/training/training.json",
         metrics=f"{DRAFT}/training/metrics.jsonl",
+        export=f"{DRAFT}/export",
         acceptance=f"{DRAFT}/acceptance.json",
     output:
-        training=figure("training"),
-        acceptance=figure("acceptance"),
-        sample_lengths=figure("sample_lengths"),
-        rejected_samples=figure("rejected_samples"),
+        sample_lengths=shown("sample_lengths.svg", "1 samples", "lengths"),
+        rejected_samples=shown("rejected_samples.svg", "1 samples", "rejected lines"),
+        storage=shown("storage.svg", "2 hidden states", "storage"),
+        gpu_release=shown("gpu_release.html", "3 training", "GPUs before it"),
+        training=shown("training.svg", "3 training", "loss and accuracy"),
+        acceptance=shown("acceptance.svg", "4 acceptance", "by position"),
+        throughput=shown("throughput.svg", "5 all", "throughput"),
+        lineage=shown("lineage.html", "5 all", "lineage, versions"),
     log:
         "logs/plot_results/{target}/{dataset}/{key}/{draft}.log",
     benchmark:
         "results/benchmarks/plot_results/{target}/{dataset}/{key}/{draft}.tsv"
     params:
-        code=code("eagle3lib.plots"),
+        code=code("eagle3lib.plots", "eagle3lib.pages"),
     script:
         "../scripts/plot_results.py"
+
+
+def summed_up(file, name):
+    """A result of all runs in the report."""
+    return report(
+        f"results/{file}",
+        category="Summary",
+        labels={"file": file, "is": name},
+        caption=f"../docs/captions/{file.split('.')[0]}.rst",
+    )
 
 
 rule summarize:
@@ -43,21 +64,10 @@ rule summarize:
         releases=plan.paths(f"{DRAFT}/gpu_release.json"),
         plots=plan.paths(f"{DRAFT}/plots/training.svg"),
     output:
-        text=report(
-            "results/summary.md",
-            category="Summary",
-            caption="../docs/captions/summary.rst",
-        ),
-        json=report(
-            "results/summary.json",
-            category="Summary",
-            caption="../docs/captions/summary.rst",
-        ),
-        config=report(
-            "results/config.yaml",
-            category="Summary",
-            caption="../docs/captions/config.rst",
-        ),
+        text=summed_up("summary.md", "as text"),
+        page=summed_up("summary.html", "to look at"),
+        json=summed_up("summary.json", "for programs"),
+        config=summed_up("config.yaml", "configuration"),
     log:
         "logs/summarize.log",
     benchmark:

@@ -1,4 +1,4 @@
-"""results/summary.md and summary.json: what was made, from what, how good, how long."""
+"""results/summary.md, .html and .json: what was made, from what, how good, how long."""
 
 from eagle3lib import summary
 from eagle3lib.job import job_log
@@ -6,4 +6,4 @@ from eagle3lib.job import job_log
 with job_log(snakemake.log[0]):
     runs = [summary.collect(names) for names in snakemake.params.names]
     out = snakemake.output
-    summary.write(runs, snakemake.config, out.text, out.json, out.config)
+    summary.write(runs, snakemake.config, out.text, out.json, out.page, out.config)

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "eagle3lib"
 LAYERS = [
     {"errors"},
     {"config", "job", "lineage", "processes", "leases"},
-    {"chat", "vocab_mapping", "draft_model", "training_time_test", "acceptance", "wheels", "gguf_target"},
+    {"chat", "vocab_mapping", "draft_model", "training_time_test", "acceptance", "wheels", "gguf_target", "tables"},
     {"samples", "sources", "targets", "shards", "hidden_states", "checkpoint", "export", "gpus", "plots", "engines"},
     {"disk", "store", "ledger", "records", "verification"},
     {
@@ -27,8 +27,8 @@ LAYERS = [
         "drafts",
         "preflight",
     },
-    {"consumers", "hub", "overview", "replay", "why"},
-    {"canary", "diagnosis", "doctor"},
+    {"consumers", "hub", "overview", "replay", "trace", "why"},
+    {"canary", "diagnosis", "doctor", "pages"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

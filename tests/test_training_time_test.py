@@ -366,6 +366,7 @@ def test_figures_have_their_denominators():
     assert figures["accuracy_of_supervised"] == pytest.approx([2 / 8, 3 / 6])
     assert figures["accuracy_of_counted"] == pytest.approx([2 / 4, 3 / 3])
     assert figures["loss_of_counted"] == pytest.approx([8 / 4, 6 / 3])
+    assert figures["prefix_of_supervised"] == pytest.approx([2 / 8, 1 / 6])
     assert figures["acceptance_length"] == pytest.approx(1 + 2 / 8 + 1 / 6)
     assert figures["counted_of_supervised"] == pytest.approx([4 / 8, 3 / 6])
     assert "alpha_of_counted" not in figures
