@@ -11,7 +11,7 @@ ENGINE_VENVS := .venv-sglang/.done .venv-vllm/.done
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: venv venv-sglang venv-vllm demo demo-smoke demo-sglang report test test-durability test-engines chaos lint schema lock clean help
+.PHONY: venv chromium venv-sglang venv-vllm demo demo-smoke demo-sglang report test test-durability test-engines chaos lint schema lock clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -44,6 +44,11 @@ venv-sglang: .venv-sglang/.done  ## SGLang, for this machine's driver or its CPU
 	  .venv-sglang/bin/python -m pip install --quiet --no-deps --requirement envs/sglang-cpu.txt; \
 	fi
 	touch $@
+
+# What opens the report in tests/test_report.py, which is left out where there is none.
+chromium:  ## headless Chromium, from Debian's packages (as root)
+	command -v chromium >/dev/null || \
+	  (apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium fonts-dejavu-core >/dev/null)
 
 demo: venv  ## the main job: a draft for SmolLM2-135M, measured, with a report
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --cores all --resources gpu=8

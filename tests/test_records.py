@@ -4,6 +4,8 @@ import json
 import shutil
 from base64 import urlsafe_b64encode
 
+import pytest
+
 from eagle3lib import records
 
 
@@ -56,3 +58,11 @@ def test_torn_record_does_not_replace_a_whole_one(tmp_path):
 def test_output_of_a_record(tmp_path):
     path = write(tmp_path, "results/" + "x" * 400 + ".pt")
     assert records.output_of(str(path.relative_to(tmp_path))) == "results/" + "x" * 400 + ".pt"
+
+
+@pytest.mark.parametrize("length", [1, 150, 400])
+def test_record_of_an_output(tmp_path, length):
+    output = "results/" + "x" * length + ".parquet"
+    write(tmp_path, output, rule="all")
+    assert records.of(output, tmp_path / "none", tmp_path) == {"rule": "all"}
+    assert records.of(output + "s", tmp_path) is None

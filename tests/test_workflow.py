@@ -82,6 +82,14 @@ def code_of_extraction(w):
     edit(w.code / "eagle3lib/extraction.py", "TOKENS_IN_FLIGHT = 8192", "TOKENS_IN_FLIGHT = 8191")
 
 
+def code_of_a_figure(w):
+    edit(w.code / "eagle3lib/plots.py", '"lines.linewidth": 1.6', '"lines.linewidth": 1.5')
+
+
+def code_of_a_page(w):
+    edit(w.code / "eagle3lib/tables.py", "font: 15px", "font: 14px")
+
+
 def target_weights(w):
     path = w.folder / "inputs/target/model.safetensors"
     tensors = load_file(path)
@@ -100,6 +108,8 @@ CHANGES = [
     (lambda w: w.set("training.learning_rate", 2e-4), TRAINING),
     (lambda w: w.set("training.ttt_steps", 3), TRAINING),
     (code_of_training, TRAINING),
+    (code_of_a_figure, {"plot_results": 1, "summarize": 1}),
+    (code_of_a_page, {"plot_results": 1, "summarize": 1}),
     (lambda w: w.set("acceptance.draft_steps", 3), {"measure_acceptance": 1, "plot_results": 1, "summarize": 1}),
     (lambda w: w.set("hidden_states.aux_layer_ids", [1, 3, 6]), NEW_KEY),
     (lambda w: w.set("dataset.shard_size", 5), {"shard_samples": 1}),
@@ -107,7 +117,7 @@ CHANGES = [
 ]
 IDS = [
     "a comment", "a docstring", "a script's docstring", "touch of all files", "batch size of the engine",
-    "checkpoint interval", "storage limit", "learning rate", "ttt_steps", "code of the trainer", "draft_steps",
+    "checkpoint interval", "storage limit", "learning rate", "ttt_steps", "code of the trainer", "a figure", "a page", "draft_steps",
     "aux layer ids", "K", "seed of the split",
 ]  # fmt: skip
 

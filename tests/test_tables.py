@@ -1,0 +1,31 @@
+"""The same tables as text and as a page."""
+
+import xml.etree.ElementTree as ElementTree
+
+from eagle3lib.tables import Table, as_page, as_text, facts
+
+NUMBERS = Table("Sizes", [("a<b", "1,024", "12.5 %"), ("c", "7", "-")], ("name", "count", "share"), "a note")
+
+
+def test_text_has_columns():
+    assert as_text([NUMBERS, facts("About", {"name": "x", "where": None, "n": 3})]) == (
+        "Sizes\n"
+        "  name  count  share\n"
+        "  a<b   1,024  12.5 %\n"
+        "  c     7      -\n"
+        "  a note\n"
+        "\n"
+        "About\n"
+        "  name  x\n"
+        "  n     3\n"
+    )
+
+
+def test_page_escapes_and_aligns_numbers():
+    page = as_page("A & B", [NUMBERS, facts("About", {"n": 3}), Table("Empty", [], ("one", "two"))])
+    tree = ElementTree.fromstring(page.removeprefix("<!doctype html>").replace("class=n", 'class="n"').replace('<meta charset="utf-8">', ""))
+    assert [h.text for h in tree.iter("h1")] == ["A & B"]
+    assert [h.text for h in tree.iter("h2")] == ["Sizes", "About", "Empty"]
+    cells = {cell.text: cell.get("class") for cell in tree.iter("td")}
+    assert cells == {"a<b": None, "1,024": "n", "12.5 %": "n", "c": None, "7": "n", "-": "n", "3": None}
+    assert "http" not in page and "src=" not in page
