@@ -1,13 +1,79 @@
-"""The report's pages of tables: which GPUs were free when the training began, and what a draft came from."""
+"""The report's pages of tables: all drafts in short, the GPUs before a training, what a draft came from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3lib import gpus, summary, trace
+from eagle3lib import gpus, trace
+from eagle3lib import summary as figures
+from eagle3lib.disk import size
 from eagle3lib.tables import Table, as_page, facts
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> str:
+    """All drafts beside each other, then each one's way (runs: of `summary.collect`)."""
+    ways = [table for run in runs for table in _way(run, f" of {run['draft']}" if len(runs) > 1 else "")]
+    return as_page("Summary", [_drafts(runs), *ways, _versions(runs[0]["versions"])])
+
+
+def _drafts(runs: Sequence[Mapping[str, Any]]) -> Table:
+    positions = max(len(run["acceptance_rate"]) for run in runs)
+    rows = []
+    for run in runs:
+        rates = ["-" if rate is None else f"{rate:.1%}" for rate in run["acceptance_rate"]]
+        lengths = (run, run["predicted"], run["acceptance"]["ngram"])
+        rows.append(
+            (
+                *(run[name] for name in ("draft", "target", "dataset")),
+                *(figures.figure(one["acceptance_length"]) for one in lengths),
+                *(rates + ["-"] * (positions - len(rates))),
+                f"{run['acceptance']['prompts']:,}",
+            )
+        )
+    header = ("draft", "target", "dataset", "acceptance length", "training said", "n-gram drafter")
+    note = (
+        "Acceptance length: tokens per pass of the target, its own included. Then the share of the drafts of each "
+        "position that the target accepted."
+    )
+    return Table("How good", rows, (*header, *(f"draft {k + 1}" for k in range(positions)), "prompts"), note)
+
+
+def _way(run: Mapping[str, Any], of: str) -> list[Table]:
+    """What was made, and how long it took."""
+    training, acceptance = run["training"], run["acceptance"]
+    made = {
+        "states": f"{run['target']} / {run['dataset']} / {run['key']}" if of else None,
+        "samples": f"{run['samples']:,} ({run['tokens']:,} tokens, {run['supervised_tokens']:,} of them supervised)",
+        "rejected": ", ".join(f"{n:,} {reason}" for reason, n in run["rejected"].items()) or "none",
+        "hidden states": f"{size(run['hidden_state_bytes'])}, aux layers {run['aux_layer_ids']}",
+        "draft": f"{training['parameters']:,} parameters, {training['epochs']} epochs, {training['steps']:,} steps",
+        "left out": f"{acceptance['degenerate']} replies; {acceptance['degenerate_rule']}",
+        "formula": acceptance["formula"],
+        "GPUs": run["gpu_release"],
+    }
+    jobs = [(n, str(s["jobs"]), f"{s['minutes']:.2f}", f"{s['cpu_seconds']:.0f}") for n, s in run["stages"].items()]
+    speed = [
+        (figures.WORK[kind], f"{one['tokens_per_second']:,.0f}", f"{one['hours_per_million_tokens']:.2f}")
+        for kind, one in run["throughput"].items()
+    ]
+    last = "The last run of each job: one that found its work in the store was short. Jobs side by side count each."
+    done = "Of the work that was really done; a million tokens of the samples, trained on in all epochs."
+    return [
+        facts(f"What was made{of}", made),
+        Table(f"Stages{of}", jobs or [("-",) * 4], ("stage", "jobs", "minutes", "CPU-seconds"), last),
+        Table(
+            f"Throughput{of}",
+            speed or [("not on record", "-", "-")],
+            ("stage", "tokens/s", "hours per million tokens"),
+            done,
+        ),
+    ]
+
+
+def _versions(versions: Mapping[str, str]) -> Table:
+    return Table("Versions of the packages", list(versions.items()), ("package", "version"))
 
 
 def gpu_release(record: Mapping[str, Any]) -> str:
@@ -38,5 +104,4 @@ def _device(device: Mapping[str, Any], leases: Any) -> tuple[str, ...]:
 def lineage(folder: Path, result: Path) -> str:
     """What the draft in `folder` came from, down to the jobs that lead to `result`, and the versions at work."""
     about = "The same of any file: python -m eagle3lib trace PATH. Of an input line: python -m eagle3lib trace FILE:LINE."
-    versions = Table("Versions of the packages", list(summary.versions().items()), ("package", "version"))
-    return as_page("Lineage", [*trace.of_draft(folder, result), versions], about)
+    return as_page("Lineage", [*trace.of_draft(folder, result), _versions(figures.versions())], about)

@@ -15,10 +15,8 @@ import pandas as pd
 import yaml
 
 from eagle3lib import __version__, hidden_states, ledger
-from eagle3lib.disk import size
 from eagle3lib.hidden_states import StateKey
 from eagle3lib.job import write_json, write_text
-from eagle3lib.tables import Table, as_page, facts
 
 PACKAGES = ("snakemake", "torch", "transformers", "safetensors", "pandas", "nvidia-ml-py")
 # Benchmark folders of a run, by how deep in target/dataset/key/draft their files lie.
@@ -152,96 +150,26 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write(
-    runs: Sequence[dict[str, Any]], config: dict[str, Any], text: str, json_file: str, page: str, config_file: str
-) -> None:
+def write(runs: Sequence[dict[str, Any]], config: dict[str, Any], text: str, json_file: str, config_file: str) -> None:
     write_json(json_file, {"runs": list(runs)})
     write_text(text, "\n".join(_as_text(run) for run in runs))
-    write_text(page, as_page("Summary", _as_tables(runs)))
     write_text(config_file, yaml.safe_dump(_plain(config), sort_keys=False))
-
-
-def _as_tables(runs: Sequence[dict[str, Any]]) -> list[Table]:
-    """For the report: all drafts beside each other, then each one's way."""
-    return [_drafts(runs), *(table for run in runs for table in _way(run, len(runs) > 1)), _versions(runs)]
-
-
-def _drafts(runs: Sequence[dict[str, Any]]) -> Table:
-    positions = max(len(run["acceptance_rate"]) for run in runs)
-    rows = [
-        (
-            run["draft"],
-            run["target"],
-            run["dataset"],
-            _figure(run["acceptance_length"]),
-            _figure(run["predicted"]["acceptance_length"]),
-            _figure(run["acceptance"]["ngram_acceptance_length"]),
-            *(
-                [_percent(rate) for rate in run["acceptance_rate"]]
-                + ["-"] * (positions - len(run["acceptance_rate"]))
-            ),
-            f"{run['acceptance']['prompts']:,}",
-        )
-        for run in runs
-    ]
-    header = ("draft", "target", "dataset", "acceptance length", "as training said", "n-gram drafter")
-    note = "Acceptance length: tokens per pass of the target, its own included. Positions: share of drafts accepted."
-    return Table(
-        "How good", rows, (*header, *(f"position {k + 1}" for k in range(positions)), "prompts"), note
-    )
-
-
-def _way(run: dict[str, Any], named: bool) -> list[Table]:
-    """What was made, and how long it took."""
-    of = f" of {run['draft']} ({run['target']}, {run['dataset']}, {run['key']})" if named else ""
-    made = {
-        "samples": f"{run['samples']:,} ({run['tokens']:,} tokens, {run['supervised_tokens']:,} of them supervised)",
-        "rejected": ", ".join(f"{n:,} {reason}" for reason, n in run["rejected"].items()) or "none",
-        "hidden states": f"{size(run['hidden_state_bytes'])}, aux layers {run['aux_layer_ids']}",
-        "draft": f"{run['training']['parameters']:,} parameters, {run['training']['epochs']} epochs, "
-        f"{run['training']['steps']:,} steps",
-        "degenerate replies": f"{run['acceptance']['degenerate']} left out; {run['acceptance']['degenerate_rule']}",
-        "acceptance length": run["acceptance"]["formula"],
-        "GPUs": run["gpu_release"],
-    }
-    jobs = [(n, str(s["jobs"]), f"{s['minutes']:.2f}", f"{s['cpu_seconds']:.0f}") for n, s in run["stages"].items()]
-    speed = [
-        (WORK[kind], f"{one['tokens_per_second']:,.0f}", f"{one['hours_per_million_tokens']:.2f}")
-        for kind, one in run["throughput"].items()
-    ]
-    note = "The last run of each job: one that found its work in the store is short. Jobs side by side count each."
-    return [
-        facts(f"What was made{of}", made),
-        Table(f"Stages{of}", jobs or [("-",) * 4], ("stage", "jobs", "minutes", "CPU-seconds"), note),
-        Table(
-            f"Throughput{of}",
-            speed or [("not on record", "-", "-")],
-            ("stage", "tokens/s", "hours per million tokens"),
-            "Of the work that was really done. Hours: for a million tokens of the samples, training with all its epochs.",
-        ),
-    ]
-
-
-def _versions(runs: Sequence[dict[str, Any]]) -> Table:
-    """Of the packages that made the summary; those of engine and trainer are in each draft's lineage."""
-    versions = runs[0]["versions"]
-    return Table("Versions", list(versions.items()), ("package", "version"))
 
 
 def _as_text(run: dict[str, Any]) -> str:
     acceptance = run["acceptance"]
-    rates = ", ".join(_figure(rate) for rate in run["acceptance_rate"])
+    rates = ", ".join(figure(rate) for rate in run["acceptance_rate"])
     lines = [
         f"# {run['draft']} for {run['target']}, trained on {run['dataset']}",
         "",
-        f"acceptance length  {_figure(run['acceptance_length'])}, over all replies "
-        f"{_figure(acceptance['acceptance_length_all'])}, n-gram drafter "
-        f"{_figure(acceptance['ngram_acceptance_length'])}",
+        f"acceptance length  {figure(run['acceptance_length'])}, over all replies "
+        f"{figure(acceptance['acceptance_length_all'])}, n-gram drafter "
+        f"{figure(acceptance['ngram_acceptance_length'])}",
         f"acceptance rate    {rates}   by position",
-        f"as training said   {', '.join(map(_figure, run['predicted']['acceptance_rate'])) or '-'}   "
+        f"as training said   {', '.join(map(figure, run['predicted']['acceptance_rate'])) or '-'}   "
         f"({run['predicted']['split']})",
-        f"validation         acceptance length {_figure(run['validation'].get('acceptance_length'))}, accuracy of "
-        f"supervised tokens {', '.join(map(_figure, run['validation'].get('accuracy_of_supervised', [])))}",
+        f"validation         acceptance length {figure(run['validation'].get('acceptance_length'))}, accuracy of "
+        f"supervised tokens {', '.join(map(figure, run['validation'].get('accuracy_of_supervised', [])))}",
         f"samples            {run['samples']:,} ({run['tokens']:,} tokens, {run['supervised_tokens']:,} supervised)",
         f"hidden states      {run['hidden_state_bytes'] / 1e6:,.1f} MB, aux layers {run['aux_layer_ids']}",
         f"rejected           {run['rejected'] or 'none'}",
@@ -266,13 +194,9 @@ def _as_text(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _figure(value: float | None) -> str:
+def figure(value: float | None) -> str:
     """A figure may be missing: all replies degenerate, a position never drafted, nothing held out."""
     return "-" if value is None else f"{value:.3f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
 
 
 def _rejected(path: Path) -> dict[str, int]:

@@ -308,7 +308,7 @@ def _draft(folder: Path, training: dict[str, Any]) -> Table:
         about |= {
             "digest": training["digest"],
             "parameters": f"{training['parameters']:,} trained",
-            "training": f"{training['epochs']} epochs, {training['steps']:,} steps, {training['tokens']:,} tokens, "
+            "trained": f"{training['epochs']} epochs, {training['steps']:,} steps, {training['tokens']:,} tokens, "
             f"{training['seconds'] / 60:.1f} min, {training['processes']} at once",
             "trained with": ", ".join(f"{name} {version}" for name, version in training["versions"].items()),
             "weights sha256": training["weights_sha256"],

@@ -74,6 +74,6 @@ rule summarize:
         "results/benchmarks/summarize.tsv"
     params:
         names=[run.names for run in plan.runs],
-        code=code("eagle3lib.summary"),
+        code=code("eagle3lib.summary", "eagle3lib.pages"),
     script:
         "../scripts/summarize.py"

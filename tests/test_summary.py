@@ -5,7 +5,7 @@ import json
 import pandas as pd
 import pytest
 
-from eagle3lib import ledger, summary
+from eagle3lib import ledger, pages, summary
 
 NAMES = {"target": "t", "dataset": "d", "key": "0123456789ab", "draft": "x"}
 KEY = {
@@ -21,6 +21,7 @@ FORMULAS = {"formula": "F", "rate_formula": "R", "degenerate_rule": "D"}
 
 def make_run(results, acceptance, metrics):
     missing = dict.fromkeys(("acceptance_length_all", "ngram_acceptance_length"))
+    missing["ngram"] = {"acceptance_length": acceptance.get("ngram_acceptance_length")}
     draft = results / "t/d/0123456789ab/x"
     (draft / "training").mkdir(parents=True)
     states = {"samples": 3, "tokens": 30, "supervised_tokens": 20, "bytes": 999, "hidden_size": 8, **KEY}
@@ -45,7 +46,7 @@ def make_run(results, acceptance, metrics):
 
 
 def written(tmp_path, run):
-    paths = [str(tmp_path / name) for name in ("summary.md", "summary.json", "summary.html", "config.yaml")]
+    paths = [str(tmp_path / name) for name in ("summary.md", "summary.json", "config.yaml")]
     summary.write([run], {"a": {"b": (1, 2)}}, *paths)
     return (tmp_path / "summary.md").read_text(), json.loads((tmp_path / "summary.json").read_text())
 
@@ -66,7 +67,7 @@ def test_figures_are_those_of_the_files(tmp_path):
     assert run["stages"]["extract_hidden_states"] == {"jobs": 2, "minutes": 1.5, "cpu_seconds": 45}
     assert "acceptance length  1.500, over all replies 1.600, n-gram drafter 1.200" in text
     assert "1 degenerate replies left out" in text
-    page = (tmp_path / "summary.html").read_text()
+    page = pages.summary([run])
     for cell in ("<td class=n>1.500</td>", "<td class=n>40.0%</td>", "<td>2 duplicate, 1 too_long</td>"):
         assert cell in page
     assert (tmp_path / "config.yaml").read_text() == "a:\n  b:\n  - 1\n  - 2\n"
@@ -84,7 +85,7 @@ def test_missing_figures_are_shown_as_missing(tmp_path):
     assert data["runs"][0]["acceptance_length"] is None
     assert "acceptance rate    0.400, -" in text
     assert data["runs"][0]["predicted"]["split"] == "train"
-    assert data["runs"][0]["throughput"] == {} and "not on record" in (tmp_path / "summary.html").read_text()
+    assert data["runs"][0]["throughput"] == {} and "not on record" in pages.summary(data["runs"])
 
 
 def test_forecasts_of_the_formats(tmp_path):
