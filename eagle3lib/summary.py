@@ -30,8 +30,7 @@ STAGES = {
     "export_draft_model": "{target}/{dataset}/{key}/{draft}",
     "measure_acceptance": "{target}/{dataset}/{key}/{draft}",
 }
-
-
+# Kinds of the ledger, by the names under which they are shown.
 WORK = {"replies": "replies", "states": "hidden states", "draft": "training"}
 
 
