@@ -19,25 +19,18 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _drafts(runs: Sequence[Mapping[str, Any]]) -> Table:
-    positions = max(len(run["acceptance_rate"]) for run in runs)
-    rows = []
-    for run in runs:
-        rates = ["-" if rate is None else f"{rate:.1%}" for rate in run["acceptance_rate"]]
-        lengths = (run, run["predicted"], run["acceptance"]["ngram"])
-        rows.append(
-            (
-                *(run[name] for name in ("draft", "target", "dataset")),
-                *(figures.figure(one["acceptance_length"]) for one in lengths),
-                *(rates + ["-"] * (positions - len(rates))),
-                f"{run['acceptance']['prompts']:,}",
-            )
+    rows = [
+        (
+            " / ".join(run[name] for name in ("target", "dataset", "draft")),
+            *(figures.figure(one["acceptance_length"]) for one in (run, run["predicted"], run["acceptance"]["ngram"])),
+            ", ".join("-" if rate is None else f"{rate:.1%}" for rate in run["acceptance_rate"]),
+            f"{run['acceptance']['prompts']:,}",
         )
-    header = ("draft", "target", "dataset", "acceptance length", "training said", "n-gram drafter")
-    note = (
-        "Acceptance length: tokens per pass of the target, its own included. Then the share of the drafts of each "
-        "position that the target accepted."
-    )
-    return Table("How good", rows, (*header, *(f"draft {k + 1}" for k in range(positions)), "prompts"), note)
+        for run in runs
+    ]
+    header = ("draft", "acceptance length", "training said", "n-gram drafter", "accepted, by position", "prompts")
+    note = "Acceptance length: tokens per pass of the target, its own included. By position: share of the drafts there."
+    return Table("How good", rows, header, note)
 
 
 def _way(run: Mapping[str, Any], of: str) -> list[Table]:
@@ -48,7 +41,7 @@ def _way(run: Mapping[str, Any], of: str) -> list[Table]:
         "samples": f"{run['samples']:,} ({run['tokens']:,} tokens, {run['supervised_tokens']:,} of them supervised)",
         "rejected": ", ".join(f"{n:,} {reason}" for reason, n in run["rejected"].items()) or "none",
         "hidden states": f"{size(run['hidden_state_bytes'])}, aux layers {run['aux_layer_ids']}",
-        "draft": f"{training['parameters']:,} parameters, {training['epochs']} epochs, {training['steps']:,} steps",
+        "draft": f"parameters {training['parameters']:,}, epochs {training['epochs']}, steps {training['steps']:,}",
         "left out": f"{acceptance['degenerate']} replies; {acceptance['degenerate_rule']}",
         "formula": acceptance["formula"],
         "GPUs": run["gpu_release"],
@@ -88,7 +81,7 @@ def gpu_release(record: Mapping[str, Any]) -> str:
         "ended before": "; ".join(map(str, record["stopped"])) or "no engine of ours was left",
         gpus.MASK: record["mask"],
     }
-    tables = [facts("Before the training", about)]
+    tables = [facts("Needed and found", about)]
     if record["devices"]:
         header = ("GPU", "name", "UUID", "MiB used", "of MiB", "state", "held by")
         tables.append(Table("Devices", [_device(device, record["leases"]) for device in record["devices"]], header))

@@ -16,13 +16,14 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from eagle3lib.errors import UserError
 from eagle3lib.job import atomic_write
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#767676"
 STEP_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000"]
+PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.3g}%")
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 STYLE: Any = {
     "svg.hashsalt": "eagle3lib",
@@ -76,6 +77,7 @@ def _plot_loss(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         steps, losses = [r["step"] for r in validation], [r["loss"] for r in validation]
         axes.plot(steps, losses, "o-", color=ORANGE, ms=4, label="validation")
     axes.set(title="Loss", xlabel="optimiser step", ylabel="cross entropy (nats per counted token)")
+    axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.legend()
 
@@ -89,11 +91,12 @@ def _plot_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     for k in range(steps):
         rows_k = [r for r in shown if len(r["accuracy"]) > k and r["accuracy"][k] is not None]
         x, y = [r["step"] for r in rows_k], [r["accuracy"][k] for r in rows_k]
-        axes.plot(x, y, marker, color=STEP_COLOURS[k % len(STEP_COLOURS)], ms=4, label=str(k + 1))
+        # Not clipped: a dot at 0 is a whole dot.
+        axes.plot(x, y, marker, color=STEP_COLOURS[k % len(STEP_COLOURS)], ms=4, label=str(k + 1), clip_on=False)
     axes.set(title=f"Accuracy by draft step ({kind})", xlabel="optimiser step", ylabel="right of supervised tokens")
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(PERCENT)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     if steps:
         axes.legend(title="draft step", ncols=1 if steps < 5 else 2)
@@ -112,7 +115,7 @@ def plot_acceptance(result: Mapping[str, Any], predicted: Mapping[str, Any], out
     ]
     positions = len(result["acceptance_rate"])
     with matplotlib.rc_context(STYLE):
-        figure = _figure(max(6.4, 1.5 * positions), 4.0)
+        figure = _figure(max(6.4, 1.8 * positions), 4.4)
         axes = figure.subplots()
         for i, (name, figures, colour) in enumerate(series):
             length = figures["acceptance_length"]
@@ -125,17 +128,17 @@ def plot_acceptance(result: Mapping[str, Any], predicted: Mapping[str, Any], out
             ylabel="accepted / drafted",
             xticks=range(1, positions + 1),
         )
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.yaxis.set_major_formatter(PERCENT)
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.12)
-        axes.legend()
+        figure.legend(loc="outside lower left")  # a bar may be high at any position
         _save(figure, out)
 
 
 def _bars(axes: Axes, rates: Sequence[float | None], offset: float, width: float, colour: str, label: str) -> None:
     places = [k + 1 + offset for k in range(len(rates))]
     bars = axes.bar(places, [rate or 0.0 for rate in rates], width, color=colour, label=label)
-    texts = ["-" if rate is None else f"{rate:.0%}" for rate in rates]
+    texts = ["-" if rate is None else f"{rate:.1%}" for rate in rates]
     axes.bar_label(bars, texts, padding=2, fontsize=8)
 
 
@@ -168,12 +171,12 @@ def plot_rejected(reasons: Mapping[str, int], out: Path_) -> None:
         axes = figure.subplots()
         bars = axes.barh([reason for reason, _ in ordered], [count for _, count in ordered], color=BLUE, height=0.65)
         axes.bar_label(bars, [f"{count:,}" for _, count in ordered], padding=3, fontsize=9)
-        axes.set(title=f"Rejected input lines: {sum(reasons.values()):,}", xlabel="lines")
+        axes.set(title=f"Rejected input lines: {sum(reasons.values()):,}", xlabel="lines" if ordered else "")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.12)
         if not ordered:
-            axes.set_yticks([])
+            axes.set(xticks=[], yticks=[])
             axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", va="center", color=GREY)
         _save(figure, out)
 
@@ -190,11 +193,11 @@ def plot_storage(storage: Mapping[str, Any], out: Path_) -> None:
         labels = [label for label, _, _ in bars]
         drawn = axes.barh(labels, [n / factor for _, n, _ in bars], color=[c for _, _, c in bars], height=0.65)
         axes.bar_label(drawn, [f"{n / factor:,.4g} {unit}" for _, n, _ in bars], padding=3, fontsize=9)
-        off = f", {actual / forecast - 1:+.2%} of the forecast" if forecast else ""
-        axes.set(title=f"Hidden states: {actual / factor:,.4g} {unit} on disk{off}", xlabel=f"size ({unit})")
+        off = f"{abs(actual / forecast - 1):.2%} {'more' if actual > forecast else 'less'} than forecast"
+        axes.set(title=f"Hidden states: {actual / factor:,.4g} {unit} on disk, {off}", xlabel=f"size ({unit})")
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-        axes.margins(x=0.16)
+        axes.margins(x=0.22)
         _save(figure, out)
 
 
@@ -216,7 +219,7 @@ def plot_throughput(stages: Mapping[str, Mapping[str, float]], out: Path_) -> No
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.45)
         if not hours:
-            axes.set_yticks([])
+            axes.set(xticks=[], yticks=[], xlabel="")
         _save(figure, out)
 
 

@@ -308,8 +308,8 @@ def _draft(folder: Path, training: dict[str, Any]) -> Table:
         about |= {
             "digest": training["digest"],
             "parameters": f"{training['parameters']:,} trained",
-            "trained": f"{training['epochs']} epochs, {training['steps']:,} steps, {training['tokens']:,} tokens, "
-            f"{training['seconds'] / 60:.1f} min, {training['processes']} at once",
+            "trained": f"epochs {training['epochs']}, steps {training['steps']:,}, tokens {training['tokens']:,}, minutes "
+            f"{training['seconds'] / 60:.1f}, processes {training['processes']}",
             "trained with": ", ".join(f"{name} {version}" for name, version in training["versions"].items()),
             "weights sha256": training["weights_sha256"],
             "predicted acceptance length": validation and f"{validation['acceptance_length']:.3f}, by its validation",

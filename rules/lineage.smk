@@ -33,8 +33,8 @@ rule plot_results:
         gpu_release=shown("gpu_release.html", "3 training", "GPUs before it"),
         training=shown("training.svg", "3 training", "loss and accuracy"),
         acceptance=shown("acceptance.svg", "4 acceptance", "by position"),
-        throughput=shown("throughput.svg", "5 all", "throughput"),
-        lineage=shown("lineage.html", "5 all", "lineage, versions"),
+        throughput=shown("throughput.svg", "5 whole chain", "throughput"),
+        lineage=shown("lineage.html", "5 whole chain", "lineage, versions"),
     log:
         "logs/plot_results/{target}/{dataset}/{key}/{draft}.log",
     benchmark:
@@ -49,8 +49,8 @@ def summed_up(file, name):
     """A result of all runs in the report."""
     return report(
         f"results/{file}",
-        category="Summary",
-        labels={"file": file, "is": name},
+        category="All drafts",
+        labels={"file": file, "what": name},
         caption=f"../docs/captions/{file.split('.')[0]}.rst",
     )
 
@@ -64,8 +64,8 @@ rule summarize:
         releases=plan.paths(f"{DRAFT}/gpu_release.json"),
         plots=plan.paths(f"{DRAFT}/plots/training.svg"),
     output:
-        text=summed_up("summary.md", "as text"),
-        page=summed_up("summary.html", "to look at"),
+        text=summed_up("summary.md", "text"),
+        page=summed_up("summary.html", "tables"),
         json=summed_up("summary.json", "for programs"),
         config=summed_up("config.yaml", "configuration"),
     log:

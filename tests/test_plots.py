@@ -104,7 +104,7 @@ def test_bars_are_the_numbers(monkeypatch):
     heights = [[bar.get_height() for bar in bars] for bars in acceptance.containers]
     assert heights == [[0.48, 0.22, 0.0], [0.6, 0.3], [0.12, 0.0, 0.0]]
     assert [bar.get_width() for bar in storage.containers[0]] == [2.0, 1.99, 1.0]
-    assert storage.get_title("left") == "Hidden states: 1.99 kB on disk, -0.50% of the forecast"
+    assert storage.get_title("left") == "Hidden states: 1.99 kB on disk, 0.50% less than forecast"
     assert [bar.get_width() for bar in throughput.containers[0]] == [1.5]
     assert throughput.get_title("left") == "A million tokens of samples take 1.5 hours"
     for one in axes:
