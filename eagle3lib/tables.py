@@ -57,7 +57,7 @@ def as_page(title: str, tables: Iterable[Table], about: str = "") -> str:
     about = f"<p>{html.escape(about)}</p>\n" if about else ""
     body = "\n".join(map(_html, tables))
     return (
-        f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
+        f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"/><title>{html.escape(title)}</title>\n'
         f"<style>{STYLE}</style></head>\n<body>\n<h1>{html.escape(title)}</h1>\n{about}{body}\n</body>\n</html>\n"
     )
 
@@ -85,4 +85,5 @@ def _row(row: Sequence[str], numeric: Sequence[bool], named: bool) -> str:
 
 
 def _cell(tag: str, text: str, number: bool) -> str:
-    return f"<{tag}{' class=n' if number else ''}>{html.escape(text)}</{tag}>"
+    kind = ' class="n"' if number else ""
+    return f"<{tag}{kind}>{html.escape(text)}</{tag}>"

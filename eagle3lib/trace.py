@@ -58,7 +58,9 @@ def trace(path: str) -> list[Table]:
         case parts:
             result = RESULTS.joinpath(*parts)
             if records.of(str(result), *RECORDS) is None:
-                raise UserError(f"{path}: no job of this folder made it; `python -m eagle3lib trace -h` says what can be")
+                raise UserError(
+                    f"{path}: no job of this folder made it; `python -m eagle3lib trace -h` says what can be"
+                )
             return [_file(result), jobs(result)]
 
 
@@ -308,8 +310,8 @@ def _draft(folder: Path, training: dict[str, Any]) -> Table:
         about |= {
             "digest": training["digest"],
             "parameters": f"{training['parameters']:,} trained",
-            "trained": f"epochs {training['epochs']}, steps {training['steps']:,}, tokens {training['tokens']:,}, minutes "
-            f"{training['seconds'] / 60:.1f}, processes {training['processes']}",
+            "trained": f"epochs {training['epochs']}, steps {training['steps']:,}, tokens {training['tokens']:,}, "
+            f"minutes {training['seconds'] / 60:.1f}, processes {training['processes']}",
             "trained with": ", ".join(f"{name} {version}" for name, version in training["versions"].items()),
             "weights sha256": training["weights_sha256"],
             "predicted acceptance length": validation and f"{validation['acceptance_length']:.3f}, by its validation",

@@ -1,6 +1,6 @@
 """Chromium without a window and without a network: what a page does when its scripts have run, and how it looks.
 
-    python -m tests.browser report.html FOLDER    # a picture of each view of a report, to be looked at
+python -m tests.browser report.html FOLDER    # a picture of each view of a report, to be looked at
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ CLICK = """
 const links = () => [...document.querySelectorAll('nav a')];
 const named = name => links().find(a => a.innerText.trim() === name);
 const rows = () => [...document.querySelectorAll('nav tbody tr')];
-const open = async name => { app.setView({navbarMode: 'menu'}); await pause(200); named(name).click(); await pause(500); };
+const open = async name => {
+    app.setView({navbarMode: 'menu'});
+    await pause(200);
+    named(name).click();
+    await pause(500);
+};
 const look = async number => { rows()[number].querySelector('a').click(); await pause(500); };
 """
 
@@ -70,7 +75,8 @@ def find() -> str | None:
 def evaluate(page: Path, script: str, width: int = 1280) -> tuple[Any, list[str]]:
     """What the body of an async function returns when it runs in a page, and the page's errors."""
     answer = (
-        f"let value = null; try {{ value = await (async () => {{ {script} }})(); }} catch (e) {{ faults.push(String(e)); }}"
+        "let value = null;"
+        f"try {{ value = await (async () => {{ {script} }})(); }} catch (error) {{ faults.push(String(error)); }}"
         "const pre = document.createElement('pre'); pre.id = 'answer';"
         "pre.textContent = JSON.stringify([value, faults]); document.body.replaceChildren(pre);"
     )
@@ -113,8 +119,9 @@ def main(report: Path, folder: Path) -> None:
             continue
         go = f"await pause(500); await open({json.dumps(category)});"
         if labels:
-            go += f"""const wanted = {json.dumps(labels)};
-                await look(rows().findIndex(row => wanted.every((text, i) => row.cells[i].innerText.trim() === text)));"""
+            go += f"""const labels = {json.dumps(labels)};
+                const meant = row => labels.every((text, i) => row.cells[i].innerText.trim() === text);
+                await look(rows().findIndex(meant));"""
         path = folder / (re.sub(r"\W+", "_", name) + ".png")
         screenshot(report, path, go)
         print(path)

@@ -2,6 +2,8 @@
 
 from eagle3lib import pages
 
+H200 = {"name": "H200", "total_mib": 143771, "mig": False}
+STRANGER = {"pid": 17, "user": "eve", "command": "python <train>", "unit": "vllm.service", "used_mib": 69000}
 RECORD = {
     "gpus": 2,
     "setting": "training.gpus",
@@ -14,13 +16,11 @@ RECORD = {
     "mask": None,
     "leases": [],
     "devices": [
-        {"index": 0, "uuid": "GPU-0", "name": "H200", "used_mib": 70000, "total_mib": 143771, "state": "foreign", "mig": False,
-         "processes": [{"pid": 17, "user": "eve", "command": "python <train>", "unit": "vllm.service", "stop": None, "used_mib": 69000}]},
-        {"index": 1, "uuid": "GPU-1", "name": "H200", "used_mib": 4, "total_mib": 143771, "state": "free", "mig": False,
-         "processes": []},
+        {**H200, "index": 0, "uuid": "GPU-0", "used_mib": 70000, "state": "foreign", "processes": [STRANGER]},
+        {**H200, "index": 1, "uuid": "GPU-1", "used_mib": 4, "state": "free", "processes": []},
         {"index": 2, "error": "GPU is lost", "state": "lost"},
     ],
-}  # fmt: skip
+}
 
 
 def test_devices_and_their_holders():

@@ -54,7 +54,9 @@ def test_a_draft_names_samples_settings_and_jobs(finished):
     draft = finished.result("tiny/talk/*/draft")
     text = told(finished, draft)
     training = json.loads((draft / "training/training.json").read_text())
-    assert value(text, "weights sha256") == training["weights_sha256"] == file_sha256(draft / "training/model.safetensors")
+    assert (
+        value(text, "weights sha256") == training["weights_sha256"] == file_sha256(draft / "training/model.safetensors")
+    )
     assert value(text, "export/model.safetensors sha256") == file_sha256(draft / "export/model.safetensors")
     assert value(text, "training").startswith("ttt_steps 2, ")
     assert re.search(rf"^  {re.escape(TALK)} +7 +1 +7 +unchanged$", text, re.MULTILINE)
@@ -120,7 +122,8 @@ def test_rejected_line_says_why(workspace):
     rejected = workspace.result("tiny/talk/rejected.jsonl")
     rejected.write_text(json.dumps({"file": TALK, "line": 9, "reason": "duplicate", "detail": "as line 2"}) + "\n")
     text = told(workspace, f"{TALK}:9")
-    assert "Rejected by tiny/talk" in text and value(text, "reason") == "duplicate" and value(text, "detail") == "as line 2"
+    assert "Rejected by tiny/talk" in text
+    assert (value(text, "reason"), value(text, "detail")) == ("duplicate", "as line 2")
 
 
 def test_draft_of_an_earlier_dataset_is_still_known(workspace):
@@ -138,7 +141,8 @@ def test_draft_of_an_earlier_dataset_is_still_known(workspace):
 
 def test_reply_of_a_line_is_found_by_file_and_line(tmp_path):
     def row(file, line, text):
-        return {"messages": [{"role": "user", "content": text}], "reply_ids": [1], "finish": "stop", "file": file, "line": line, "sha256": "0"}  # fmt: skip
+        messages = [{"role": "user", "content": text}]
+        return {"messages": messages, "reply_ids": [1], "finish": "stop", "file": file, "line": line, "sha256": "0"}
 
     quoting = row("b.jsonl", 3, '"file": "a.jsonl", "line": 3,')
     rows = [row("a.jsonl", 13, "thirteen"), quoting, row("a.jsonl", 3, "three")]

@@ -117,8 +117,8 @@ CHANGES = [
 ]
 IDS = [
     "a comment", "a docstring", "a script's docstring", "touch of all files", "batch size of the engine",
-    "checkpoint interval", "storage limit", "learning rate", "ttt_steps", "code of the trainer", "a figure", "a page", "draft_steps",
-    "aux layer ids", "K", "seed of the split",
+    "checkpoint interval", "storage limit", "learning rate", "ttt_steps", "code of the trainer",
+    "a figure", "a page", "draft_steps", "aux layer ids", "K", "seed of the split",
 ]  # fmt: skip
 
 
