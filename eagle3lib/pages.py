@@ -96,7 +96,5 @@ def _device(device: Mapping[str, Any], leases: Any) -> tuple[str, ...]:
 
 def lineage(folder: Path, result: Path) -> str:
     """What the draft in `folder` came from, down to the jobs that lead to `result`, and the versions at work."""
-    about = (
-        "The same of any file: python -m eagle3lib trace PATH. Of an input line: python -m eagle3lib trace FILE:LINE."
-    )
+    about = "The same of any other result: python -m eagle3lib trace PATH"
     return as_page("Lineage", [*trace.of_draft(folder, result), _versions(figures.versions())], about)

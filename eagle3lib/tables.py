@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 NUMBER = re.compile(r"[-+]?[\d,.]+( ?(%|[kMGT]i?B|B|s|h|min))?|-|")
+WHOLE = 24  # a cell of so many characters is not broken into lines
 
 STYLE = """
 body { font: 15px/1.45 system-ui, "DejaVu Sans", sans-serif; color: #1a1a1a; background: #fff; margin: 24px 32px; }
@@ -20,7 +21,8 @@ th, td { padding: 4px 18px 4px 0; text-align: left; vertical-align: top; border-
 th { font-weight: 600; color: #444; white-space: nowrap; }
 thead th { border-bottom: 2px solid #999; }
 td { overflow-wrap: anywhere; }
-.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.whole { white-space: nowrap; }
+.n { text-align: right; font-variant-numeric: tabular-nums; }
 """
 
 
@@ -85,5 +87,5 @@ def _row(row: Sequence[str], numeric: Sequence[bool], named: bool) -> str:
 
 
 def _cell(tag: str, text: str, number: bool) -> str:
-    kind = ' class="n"' if number else ""
-    return f"<{tag}{kind}>{html.escape(text)}</{tag}>"
+    kinds = [name for name, holds in (("n", number), ("whole", len(text) <= WHOLE)) if holds]
+    return f'<{tag} class="{" ".join(kinds)}">{html.escape(text)}</{tag}>'

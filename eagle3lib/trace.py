@@ -365,7 +365,7 @@ def _samples(dataset: Dataset) -> Table:
         "template": dataset.template,
         "digest": shards.dataset_digest(table),
     }
-    return facts("Samples", about, "`python -m eagle3lib trace …/hidden_states/SHARD/SLOT.pt` follows one of them.")
+    return facts("Samples", about, "To follow one of them: python -m eagle3lib trace …/hidden_states/SHARD/SLOT.pt")
 
 
 def _input_files(dataset: Dataset) -> Table:
@@ -376,7 +376,7 @@ def _input_files(dataset: Dataset) -> Table:
         (str(file), f"{row['size']:,}", f"{row['min']:,}", f"{row['max']:,}", _file_now(str(file), known))
         for file, row in lines.iterrows()
     ]
-    note = "`python -m eagle3lib trace FILE:LINE` says what became of a line."
+    note = "What became of a line: python -m eagle3lib trace FILE:LINE"
     return Table("Input files", rows, ("file", "samples", "first line", "last line", "since then"), note)
 
 

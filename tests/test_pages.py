@@ -34,4 +34,4 @@ def test_devices_and_their_holders():
 def test_a_machine_without_gpus():
     without = {"gpus": 0, "free": [], "devices": [], "nvml": "not available: no driver", "driver": None}
     page = pages.gpu_release({**RECORD, **without})
-    assert "not available: no driver" in page and "Devices" not in page and "driver</th>" not in page
+    assert "not available: no driver" in page and "Devices" not in page and ">driver</th>" not in page

@@ -68,7 +68,7 @@ def test_figures_are_those_of_the_files(tmp_path):
     assert "acceptance length  1.500, over all replies 1.600, n-gram drafter 1.200" in text
     assert "1 degenerate replies left out" in text
     page = pages.summary([run])
-    for cell in ('<td class="n">1.500</td>', "<td>40.0%, 10.0%</td>", "<td>2 duplicate, 1 too_long</td>"):
+    for cell in ('<td class="n whole">1.500</td>', ">40.0%, 10.0%</td>", ">2 duplicate, 1 too_long</td>"):
         assert cell in page
     assert (tmp_path / "config.yaml").read_text() == "a:\n  b:\n  - 1\n  - 2\n"
 
