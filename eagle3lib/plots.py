@@ -14,9 +14,10 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
 from eagle3lib.errors import UserError
 from eagle3lib.job import atomic_write
@@ -78,7 +79,7 @@ def _plot_loss(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         axes.plot(steps, losses, "o-", color=ORANGE, ms=4, label="validation")
     axes.set(title="Loss", xlabel="optimiser step", ylabel="cross entropy (nats per counted token)")
     axes.set_xlim(left=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    _count(axes.xaxis)
     axes.legend()
 
 
@@ -97,7 +98,7 @@ def _plot_accuracy(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.yaxis.set_major_formatter(PERCENT)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    _count(axes.xaxis)
     if steps:
         axes.legend(title="draft step", ncols=1 if steps < 5 else 2)
 
@@ -146,19 +147,20 @@ def plot_sample_lengths(lengths: Sequence[int], out: Path_) -> None:
     """Histogram of the samples' lengths in tokens, with the median marked."""
     with matplotlib.rc_context(STYLE):
         figure = _figure(6.0, 3.4)
-        axes = figure.subplots()
+        axes, middle = figure.subplots(), ""
         if lengths:
             bins = min(40, max(lengths) - min(lengths) + 1)
             axes.hist(lengths, bins=bins, color=BLUE, edgecolor="white", linewidth=0.4)
             median = sorted(lengths)[len(lengths) // 2]
-            axes.axvline(median, color=ORANGE, linestyle="--", label=f"median {median:,} tokens")
-            axes.legend()
+            axes.axvline(median, color=ORANGE, linestyle="--")
+            middle = f", median {median:,} (dashed)"
         axes.set(
-            title=f"Sample lengths: {len(lengths):,} samples, {sum(lengths):,} tokens",
+            title=f"Sample lengths: {len(lengths):,} samples, {sum(lengths):,} tokens{middle}",
             xlabel="length of a sample (tokens)",
             ylabel="samples",
         )
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        _count(axes.xaxis)
+        _count(axes.yaxis)
         axes.grid(axis="x", visible=False)
         _save(figure, out)
 
@@ -172,7 +174,7 @@ def plot_rejected(reasons: Mapping[str, int], out: Path_) -> None:
         bars = axes.barh([reason for reason, _ in ordered], [count for _, count in ordered], color=BLUE, height=0.65)
         axes.bar_label(bars, [f"{count:,}" for _, count in ordered], padding=3, fontsize=9)
         axes.set(title=f"Rejected input lines: {sum(reasons.values()):,}", xlabel="lines" if ordered else "")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _count(axes.xaxis)
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.12)
         if not ordered:
@@ -226,6 +228,12 @@ def plot_throughput(stages: Mapping[str, Mapping[str, float]], out: Path_) -> No
 def _unit(count: float) -> tuple[float, str]:
     """Factor and name of the decimal unit in which so many bytes are said best."""
     return next((f, name) for f, name in UNITS if count >= f or f == 1)
+
+
+def _count(axis: Axis) -> None:
+    """Whole numbers, few enough that long ones do not meet."""
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
 def _of_kind(rows: Sequence[Mapping[str, Any]], kind: str, key: str) -> list[Mapping[str, Any]]:
