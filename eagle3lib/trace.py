@@ -32,6 +32,7 @@ from eagle3lib.tables import Table, facts
 
 RECORDS = (Path(".snakemake/metadata"), STORE / "records")
 SHOWN = 100  # characters of a text
+SLOT = re.compile(r"\d{4,}\.pt")
 CODE = re.compile(r"'([0-9a-f]{12})'")
 
 
@@ -43,14 +44,12 @@ def trace(path: str) -> list[Table]:
     file, _, line = path.rpartition(":")
     if file and line.isdigit() and not os.path.exists(path):
         return input_line(file, int(line))
-    if not os.path.exists(path):
-        raise UserError(f"{path}: no such file; give one under {RESULTS}/, or FILE:LINE of an input file")
     match _parts(path):
         case ["store", "hidden_states", _, _, name] if name.endswith(".pt"):
             return stored_sample(Path(path).stem)
         case ["store", "drafts", digest, *_]:
             return stored_draft(digest)
-        case [target, dataset, key, "hidden_states", shard, name] if name.endswith(".pt"):
+        case [target, dataset, key, "hidden_states", shard, name] if SLOT.fullmatch(name):
             return linked_sample(Dataset(RESULTS / target / dataset), key, shard, int(Path(name).stem))
         case [target, dataset, key, draft, *rest] if (RESULTS / target / dataset / key / draft / "training").is_dir():
             folder = RESULTS / target / dataset / key / draft
@@ -58,9 +57,7 @@ def trace(path: str) -> list[Table]:
         case parts:
             result = RESULTS.joinpath(*parts)
             if records.of(str(result), *RECORDS) is None:
-                raise UserError(
-                    f"{path}: no job of this folder made it; `python -m eagle3lib trace -h` says what can be"
-                )
+                raise UserError(f"{path}: no job in this folder made it; give one of its results, or FILE:LINE")
             return [_file(result), jobs(result)]
 
 
@@ -105,7 +102,10 @@ class Dataset:
         """The chat template that rendered them, from the record of the job that did."""
         record = records.of(str(self.folder / "samples.parquet"), *RECORDS) or {}
         asked = [p["chat_template"] for p in map(_literal, record.get("params", [])) if "chat_template" in p]
-        return "not on record" if not asked else str(asked[0] or "the target's own")
+        if not asked:
+            return "not on record"
+        sha256 = record.get("input_checksums", {}).get(asked[0], "sha256 not on record")
+        return f"{asked[0]} ({sha256})" if asked[0] else "the target's own"
 
     def reply(self, file: str, line: int) -> tuple[str, dict[str, Any]] | None:
         """("file:line" of the target's own reply to an input line, what stands there)."""
@@ -263,7 +263,9 @@ def _drafts_of(dataset: Dataset, store: Store, row: pd.Series) -> Table:
 def stored_drafts() -> Iterator[tuple[Path, dict[str, Any]]]:
     """Folder in the store, and what it was made from, of every draft."""
     for path in sorted(STORE.glob("drafts/*/made_from.json")):
-        yield path.parent, json.loads(path.read_text())
+        made_from = _read(path)
+        if "shaping" in made_from:
+            yield path.parent, made_from
 
 
 def _place_of(folder: Path, made_from: dict[str, Any]) -> str:

@@ -87,10 +87,10 @@ def test_what_stands_for_no_sample_is_traced_by_its_jobs(finished):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("results/none.pt", "no such file; give one under results/, or FILE:LINE"),
+        ("results/none.pt", "no job in this folder made it; give one of its results, or FILE:LINE"),
         (f"{TALK}:70", "no sample under results/ comes from it, and none was rejected"),
         (TALK, "not under "),
-        ("results/store/ledger.jsonl", "no job of this folder made it"),
+        ("results/tiny/talk/0123456789ab/hidden_states/00000/0070.pt", "no sample at 00000/0070.pt any more"),
     ],
 )
 def test_what_cannot_be_traced_is_one_line(finished, path, message):
@@ -105,8 +105,9 @@ def test_changes_since_are_seen(workspace):
     assert value(told(workspace, f"{TALK}:6"), "input") == f"{TALK}:6 (changed since)"
     assert value(told(workspace, f"{TALK}:5"), "input") == f"{TALK}:5 (unchanged since)"
     assert re.search(rf"^  {re.escape(TALK)} .* changed$", told(workspace, workspace.result("tiny/talk/*/draft")), re.M)
-    workspace.states()["tail_2/0001.pt"].unlink()
-    assert "missing; `snakemake extract` makes them" in told(workspace, f"{TALK}:6")
+    link = workspace.states()["tail_2/0001.pt"]
+    link.unlink()
+    assert "missing; `snakemake extract` makes them" in told(workspace, link)
     talk.unlink()
     assert "the file is gone" in told(workspace, f"{TALK}:6")
 
