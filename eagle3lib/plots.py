@@ -77,7 +77,7 @@ def _plot_loss(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     if validation:
         steps, losses = [r["step"] for r in validation], [r["loss"] for r in validation]
         axes.plot(steps, losses, "o-", color=ORANGE, ms=4, label="validation")
-    axes.set(title="Loss", xlabel="optimiser step", ylabel="cross entropy (nats per counted token)")
+    axes.set(title="Loss", xlabel="optimiser step", ylabel="loss (mean of counted tokens)")
     axes.set_xlim(left=0)
     _count(axes.xaxis)
     axes.legend()
