@@ -14,7 +14,7 @@ from eagle3lib.tables import Table, as_page, facts
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> str:
     """All drafts beside each other, then each one's way (runs: of `summary.collect`)."""
-    ways = [table for run in runs for table in _way(run, f" of {run['draft']}" if len(runs) > 1 else "")]
+    ways = [table for run in runs for table in _way(run, f": {run['draft']}" if len(runs) > 1 else "")]
     return as_page("Summary", [_drafts(runs), *ways, _versions(runs[0]["versions"])])
 
 

@@ -81,10 +81,12 @@ def test_pages_of_tables_fit_the_window(walked, tmp_path, name, texts):
         page,
         "return {text: document.body.innerText, wide: document.documentElement.scrollWidth - innerWidth,"
         " cut: [...document.querySelectorAll('div')].filter(d => d.scrollWidth > d.clientWidth).map(d => d.innerText),"
+        " asked: performance.getEntriesByType('resource').map(one => one.name),"
         " tables: [...document.querySelectorAll('table')].map(t => t.getBoundingClientRect().height)}",
         width=900,
     )
     assert not faults
+    assert found["asked"] == []
     assert found["wide"] <= 0 and found["cut"] == []
     assert found["tables"] and all(height > 20 for height in found["tables"])
     for text in texts:
