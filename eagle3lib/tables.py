@@ -18,10 +18,11 @@ p { color: #555; margin: .2em 0 .6em; max-width: 60em; }
 div { overflow-x: auto; }
 table { border-collapse: collapse; }
 th, td { padding: 4px 18px 4px 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e2e2e2; }
-th { font-weight: 600; color: #444; white-space: nowrap; }
+th { font-weight: 600; color: #444; }
 thead th { border-bottom: 2px solid #999; }
+tbody th { white-space: nowrap; }
 td { overflow-wrap: anywhere; }
-.whole { white-space: nowrap; }
+tbody .whole { white-space: nowrap; }
 .n { text-align: right; font-variant-numeric: tabular-nums; }
 """
 
