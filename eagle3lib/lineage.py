@@ -17,7 +17,8 @@ from typing import Any
 PACKAGE = "eagle3lib"
 # These decide what is asked for or how it is told, never a value that is computed.
 NOT_COMPUTING = {
-    f"{PACKAGE}.{name}" for name in ("config", "disk", "errors", "job", "ledger", "lineage", "processes", "store")
+    f"{PACKAGE}.{name}"
+    for name in ("config", "disk", "errors", "job", "ledger", "lineage", "plan", "processes", "store")
 }
 # Of others: what they compute may differ from version to version.
 COMPUTING_PACKAGES = {"torch": ("torch",), "transformers": ("transformers", "tokenizers")}
@@ -44,7 +45,7 @@ def code(*modules: str) -> str:
     versions of Python.
     """
     sources = sorted(_closure(modules))
-    return digest([(name, computing_tokens(_path(name).read_text("utf-8"))) for name in sources])
+    return digest([(name, _tokens(_path(name))) for name in sources])
 
 
 @functools.cache
@@ -114,14 +115,26 @@ def _imports(name: str) -> Iterator[str]:
     return (c for c in _imported(name) if c.startswith(f"{PACKAGE}.") and _is_module(c))
 
 
-def _imported(name: str) -> Iterator[str]:
+def _imported(name: str) -> list[str]:
     """All that module `name` imports: modules, and names that may be modules."""
-    for node in ast.walk(ast.parse(_path(name).read_text("utf-8"))):
+    return _imported_in(_path(name))
+
+
+# Every job parses the rules, which ask for a dozen digests of much the same modules: each is read once.
+@functools.cache
+def _tokens(path: Path) -> list[str]:
+    return computing_tokens(path.read_text("utf-8"))
+
+
+@functools.cache
+def _imported_in(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
 
 
 def _is_module(name: str) -> bool:

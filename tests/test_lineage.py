@@ -71,7 +71,8 @@ def test_code_changes_with_an_imported_module(tmp_path, monkeypatch):
     monkeypatch.setattr(lineage, "_root", lambda: tmp_path)
 
     def digest():
-        lineage.code.cache_clear()
+        for cached in (lineage.code, lineage._tokens, lineage._imported_in):
+            cached.cache_clear()
         return lineage.code("eagle3lib.a")
 
     first = digest()
