@@ -10,6 +10,7 @@ n = 1 + sum over its passes of (1 + accepted).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,10 +77,10 @@ def until_end(passes: Sequence[Pass], reply: Sequence[int], limit: int, stop_ids
     return kept
 
 
-def of_positions(passes: int, accepted: Sequence[int], draft_steps: int) -> list[Pass]:
-    """`of_histogram`, of an engine that counts passes and, by position, accepted drafts (`count_by_position`)."""
+def histogram(passes: int, accepted: Sequence[int]) -> list[int]:
+    """How many passes accepted k drafts, k = 0..K, of an engine that counts passes and accepted drafts by position."""
     reached = [passes, *accepted, 0]
-    return of_histogram([a - b for a, b in zip(reached, reached[1:], strict=False)], draft_steps)
+    return [a - b for a, b in itertools.pairwise(reached)]
 
 
 def of_histogram(histogram: Sequence[int], draft_steps: int) -> list[Pass]:

@@ -6,6 +6,7 @@ figures, as everywhere; `others` are over all replies, because other harnesses l
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +16,13 @@ from typing import Any
 
 import torch
 
-from eagle3lib import acceptance, chat, comparison, diagnosis, question_sets, targets
+from eagle3lib import acceptance, chat, diagnosis, question_sets, targets
 from eagle3lib.config import AcceptanceConfig, TargetConfig
 from eagle3lib.consumers import openai
 from eagle3lib.errors import UserError
 from eagle3lib.evaluation import BATCH, Decoded, Decoder, InProcess, Served
-from eagle3lib.job import Progress
-from eagle3lib.lineage import digest
+from eagle3lib.job import Progress, write_json
+from eagle3lib.lineage import digest, file_sha256
 from eagle3lib.question_sets import Message, Question
 from eagle3lib.targets import TargetInfo
 
@@ -53,7 +54,7 @@ def measure(decoder: Decoder, speaker: Speaker, sets: Sets, cfg: AcceptanceConfi
     """All sets at all temperatures, then the batches: {"about", "rows", "throughput"}, plain values.
 
     name: of the draft, in tables. A row has `acceptance.summarize`'s keys over the replies that are not degenerate,
-    `acceptance_length_all`, `interval` (`comparison`), `buckets` (`acceptance.by_context`), `others`
+    `acceptance_length_all`, `buckets` (`acceptance.by_context`), `others`
     (`acceptance.as_others`), `replies` (a dict each), how many were `degenerate`, and how many questions had a turn
     `too_long` for the target's positions, which ends them there.
     """
@@ -128,7 +129,6 @@ def _row(answers: Sequence[Answer], too_long: int, about: Mapping[str, Any]) -> 
         "acceptance_length_all": acceptance.acceptance_length(
             [one.accepted for answer in answers for one in answer.decoded.passes]
         ),
-        "interval": comparison.interval(comparison.counts(replies)),
         "buckets": acceptance.by_context(placed, steps),
         "others": acceptance.as_others([(r["reply_tokens"], r["passes"], r["accepted"]) for r in replies]),
         "questions": len({answer.question for answer in answers}),
@@ -212,37 +212,59 @@ def in_process(
     return InProcess(engine, draft.to(device), mapping, layers, cfg, target.eos_token_ids)
 
 
-def decoder_of(entry: str, speaker: Speaker, engine: Any, cfg: AcceptanceConfig, key: str = "") -> Decoder:
-    """Of an entry of `acceptance.drafts`. engine: holds the target, or is a SGLang server with this draft."""
-    if openai.is_url(entry):
-        return openai.Server(entry, speaker.target, cfg, speaker.tokenizer, key)
+def decoder_of(folder: str | os.PathLike, target: TargetInfo, engine: Any, cfg: AcceptanceConfig) -> Decoder:
+    """Of a draft's folder. engine: holds the target, or is a SGLang server with this draft."""
     if not hasattr(engine, "sessions"):
         return Served(engine, cfg)
-    return in_process(find_draft(entry), speaker.target, engine, cfg)
+    return in_process(folder, target, engine, cfg)
 
 
-# --- tables ------------------------------------------------------------------------------------------
+def measure_all(
+    entries: Sequence[str],
+    speaker: Speaker,
+    sets: Sets,
+    cfg: AcceptanceConfig,
+    open_engine: Callable[[Path], Any],
+    store: Path,
+    code: str,
+    key: str = "",
+    without: str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """`measure` of each entry of `acceptance.drafts`, one after another: the target is loaded once for all of them.
+
+    A folder's result is kept in `store` under the digest of all that shapes it, `code` included; a server's is not.
+    open_engine: holds the target; where it is a server that serves one draft it is asked for anew, and closed.
+    key, without: of `openai.Server`.
+    """
+    loaded: Any = None
+    for entry in entries:
+        if openai.is_url(entry):
+            server = openai.Server(entry, speaker.target, cfg, speaker.tokenizer, key, without)
+            yield measure(server, speaker, sets, cfg, entry)
+            continue
+        folder = find_draft(entry)
+        identity = identity_of(folder, speaker, sets, cfg, code)
+        kept = store / f"{identity}.json"
+        if not kept.exists():
+            engine = loaded or open_engine(folder)
+            loaded = engine if hasattr(engine, "sessions") else None
+            write_json(kept, measure(decoder_of(folder, speaker.target, engine, cfg), speaker, sets, cfg, entry))
+            if loaded is None:
+                engine.close()
+        yield named(json.loads(kept.read_text()), entry)
 
 
-def describe(measured: Sequence[Mapping[str, Any]], labels: Sequence[str] = ()) -> str:
-    """The tables of one draft or several: acceptance, by context, differences to the first, tokens a second."""
-    rows = [row for one in measured for row in one["rows"]]
-    speeds = [row for one in measured for row in one["throughput"]]
-    heads = [comparison.head(one["about"]) for one in measured]
-    drafts = [next((row["draft"] for row in one["rows"]), "") for one in measured]
-    common = len(set(heads)) == 1
-    parts = [heads[0]] if common else [f"{name}: {text}" for name, text in zip(drafts, heads, strict=True)]
-    parts += ["", comparison.table(rows), ""]
-    parts += [acceptance.FORMULA, acceptance.DEGENERATE_RULE, OTHERS_ABOUT, ""]
-    parts += ["By context, in tokens before the pass:", "", comparison.bucket_table(rows)]
-    if differences := comparison.compare(rows) if rows else []:
-        parts += ["", "Paired differences of the acceptance length:", "", comparison.difference_table(differences)]
-    if speeds:
-        parts += ["", "Tokens/s, prefill included:", "", comparison.throughput_table(speeds)]
-    return "\n".join(parts) + "\n"
+def named(measured: dict[str, Any], name: str) -> dict[str, Any]:
+    """The same, of a draft by that name."""
+    parts = {part: [one | {"draft": name} for one in measured[part]] for part in ("rows", "throughput")}
+    return measured | parts
 
 
-OTHERS_ABOUT = (
-    "specforge: reply tokens / passes (its bench_eagle3); sglang mean: mean of that over replies (SGLang's "
-    "spec_accept_length, specforge.benchmarks.sglang); vllm: 1 + accepted / passes; these three over all replies"
-)
+def identity_of(folder: Path, speaker: Speaker, sets: Sets, cfg: AcceptanceConfig, code: str) -> str:
+    """Digest of all that shapes a draft's figures: its files, the target, the questions, settings and code."""
+    kinds = ("config.json", "*.safetensors", "*.index.json", "pytorch_model.bin")
+    files = sorted({path for kind in kinds for path in folder.glob(kind)})
+    template = speaker.template and file_sha256(speaker.template)
+    settings = cfg.model_dump(mode="json", exclude={"prompts", "sets", "drafts"})
+    draft = [(path.name, file_sha256(path)) for path in files]
+    return digest([draft, speaker.target.fingerprint, dict(sets), template, settings, code], 32)

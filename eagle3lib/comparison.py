@@ -6,7 +6,7 @@ interval is their central 95 % (percentile bootstrap, Efron 1979). Differences a
 the same resampled questions, those alone that count for both.
 
 A *row* is what `bench` measures of one draft: draft, set, temperature, figures, and `replies`, a dict each with
-question, passes, accepted, degenerate.
+question, turn, passes, accepted, degenerate.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from eagle3lib import acceptance
 
 RESAMPLES = 10_000
 LEVEL = 0.95
@@ -81,6 +83,27 @@ def _central(values: np.ndarray) -> list[float]:
     return [float(x) for x in np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])]
 
 
+def with_intervals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without their replies, with `interval` of the acceptance length instead."""
+    return [
+        {key: value for key, value in row.items() if key != "replies"} | {"interval": interval(counts(row["replies"]))}
+        for row in rows
+    ]
+
+
+def result(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What `bench.measure` gave of each draft, the first one ours, as one: about, rows, differences, throughput."""
+    rows = [row for one in measured for row in one["rows"]]
+    return {
+        "about": {one["rows"][0]["draft"]: one["about"] for one in measured if one["rows"]},
+        "rows": with_intervals(rows),
+        "differences": compare(rows),
+        "throughput": [row for one in measured for row in one["throughput"]],
+        "level": LEVEL,
+        "resamples": RESAMPLES,
+    }
+
+
 # --- tables ------------------------------------------------------------------------------------------
 
 
@@ -142,3 +165,27 @@ def throughput_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def describe(measured: Sequence[Mapping[str, Any]]) -> str:
+    """The tables of one draft or several: acceptance, by context, differences to the first, tokens a second."""
+    rows = [row for one in measured for row in one["rows"]]
+    speeds = [row for one in measured for row in one["throughput"]]
+    heads = [head(one["about"]) for one in measured]
+    drafts = [next((row["draft"] for row in one["rows"]), "") for one in measured]
+    common = len(set(heads)) == 1
+    parts = [heads[0]] if common else [f"{name}: {text}" for name, text in zip(drafts, heads, strict=True)]
+    parts += ["", table(with_intervals(rows)), ""]
+    parts += [acceptance.FORMULA, acceptance.DEGENERATE_RULE, OTHERS_ABOUT, ""]
+    parts += ["By context, in tokens before the pass:", "", bucket_table(rows)]
+    if differences := compare(rows) if rows else []:
+        parts += ["", "Paired differences of the acceptance length:", "", difference_table(differences)]
+    if speeds:
+        parts += ["", "Tokens/s, prefill included:", "", throughput_table(speeds)]
+    return "\n".join(parts) + "\n"
+
+
+OTHERS_ABOUT = (
+    "specforge: reply tokens / passes (its bench_eagle3); sglang mean: mean of that over replies (SGLang's "
+    "spec_accept_length, specforge.benchmarks.sglang); vllm: 1 + accepted / passes; these three over all replies"
+)

