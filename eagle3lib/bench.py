@@ -167,9 +167,9 @@ def _throughput(
     seeds, temperature = [_seed(cfg.seed, n) for n in range(len(prompts))], cfg.temperatures[0]
     for batch in cfg.batches:
         work = (prompts, temperature, seeds, batch)
-        drafted = _rate(lambda work=work: (len(one.reply) for _, one in decoder.decode(*work)))
+        drafted = _rate(len(one.reply) for _, one in decoder.decode(*work))
         plain = decoder.plain(*work)
-        without = None if plain is None else _rate(lambda plain=plain: (len(ids) for _, ids in plain))
+        without = None if plain is None else _rate(len(ids) for _, ids in plain)
         yield {
             "batch": batch,
             "replies": len(prompts),
@@ -178,9 +178,10 @@ def _throughput(
         }
 
 
-def _rate(lengths: Callable[[], Iterator[int]]) -> float:
+def _rate(lengths: Iterator[int]) -> float:
+    """Sum of lengths by the seconds that their making takes: they are made as they are asked for."""
     start = time.perf_counter()
-    return sum(lengths()) / (time.perf_counter() - start)
+    return sum(lengths) / (time.perf_counter() - start)
 
 
 # --- drafts of whatever origin -----------------------------------------------------------------------

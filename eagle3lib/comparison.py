@@ -115,7 +115,9 @@ def head(about: Mapping[str, Any]) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: a line a row; acceptance length with its interval, beside it what other harnesses would say."""
-    named = "draft | set | T | acceptance length | rate by position | replies (degenerate) | specforge | sglang mean | vllm"
+    named = (
+        "draft | set | T | acceptance length | rate by position | replies (degenerate) | specforge | sglang mean | vllm"
+    )
     lines = [f"| {named} |", "| --- " * 9 + "|"]
     for row in rows:
         length, others = figure(row["acceptance_length"]), row.get("others") or {}

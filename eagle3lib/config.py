@@ -249,8 +249,8 @@ class AcceptanceConfig(Section):
     draft_steps: int = Field(4, ge=1, le=16, description="Tokens drafted for one pass of the target.")
     sets: list[str] = Field(
         [],
-        description="Further sets of questions, a row each in the tables: mt-bench (both turns), humaneval, asdiv, bfcl "
-        "out of PyPI wheels; gsm8k:PATH, math500:PATH, … from a file in its public layout "
+        description="Further sets of questions, a row each in the tables: mt-bench (both turns), humaneval, asdiv, "
+        "bfcl out of PyPI wheels; gsm8k:PATH, math500:PATH, … from a file in its public layout "
         "(`python -m eagle3lib sources`).",
     )
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(
@@ -258,8 +258,8 @@ class AcceptanceConfig(Section):
     )
     draft_sampling: Literal["greedy", "sampled"] = Field(
         "greedy",
-        description="At a temperature above 0, in process: the draft proposes its best token, as SGLang and vLLM do, or "
-        "samples. The replies follow the target's distribution either way.",
+        description="At a temperature above 0, in process: the draft proposes its best token, as SGLang and vLLM do, "
+        "or samples. The replies follow the target's distribution either way.",
     )
     seed: int = Field(0, description="Seed of the sampling; each reply has its own stream.")
     batches: list[Annotated[int, Field(ge=1)]] = Field(

@@ -427,7 +427,7 @@ class InProcess:
 
 
 class Served:
-    """A SGLang server of ours that decodes with the draft; it drafts greedily, and counts passes without their order."""
+    """A SGLang server of ours that decodes with the draft: drafted greedily, passes counted without their order."""
 
     def __init__(self, engine: Any, cfg: AcceptanceConfig):
         self.engine, self.cfg = engine, cfg

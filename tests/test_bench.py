@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ class Letters:
     """A tokenizer of 32 characters; a message is its text, no more."""
 
     chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    special_tokens_map: dict = {}
+    special_tokens_map: ClassVar[dict] = {}
 
     def get_chat_template(self):
         return self.chat_template
@@ -287,7 +288,9 @@ def server(dialect, decoder=None, broken=None):
             with lock:
                 ((_, one),) = decoder.decode([body["prompt"]], body["temperature"], [body["seed"]], 1)
                 totals["passes"] += len(one.passes)
-                totals["accepted"] = [a + sum(p.accepted > k for p in one.passes) for k, a in enumerate(totals["accepted"])]
+                totals["accepted"] = [
+                    a + sum(p.accepted > k for p in one.passes) for k, a in enumerate(totals["accepted"])
+                ]
             self.send({"choices": [choice(one, body)], **spoken(one, body)})
 
     def choice(one, body):
@@ -317,7 +320,7 @@ def server(dialect, decoder=None, broken=None):
 def prometheus(totals):
     head = "# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.\n"
     lines = [f'vllm:spec_decode_num_drafts_total{{engine="0",model_name="t"}} {float(totals["passes"])}']
-    lines += [f'vllm:spec_decode_num_drafts_created{{engine="0",model_name="t"}} 1.79e+09']
+    lines += ['vllm:spec_decode_num_drafts_created{engine="0",model_name="t"} 1.79e+09']
     lines += [
         f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="t",position="{k}"}} {float(n)}'
         for k, n in enumerate(totals["accepted"])

@@ -38,7 +38,7 @@ def test_counts_pool_turns_and_leave_degenerate_questions_out_whole():
 
 
 def test_an_interval_covers_the_truth_as_often_as_it_says():
-    """400 samples of 40 questions of unlike lengths and rates, true acceptance length 2: about 380 intervals hold it."""
+    """400 samples of 40 questions of unlike lengths and rates; true length 2: about 380 intervals hold it."""
     random = np.random.default_rng(3)
     held = 0
     for trial in range(400):
@@ -50,7 +50,7 @@ def test_an_interval_covers_the_truth_as_often_as_it_says():
 
 
 def test_alike_questions_leave_no_doubt_and_none_no_interval():
-    assert comparison.interval({n: (10, 5) for n in range(5)}) == pytest.approx([1.5, 1.5])
+    assert comparison.interval(dict.fromkeys(range(5), (10, 5))) == pytest.approx([1.5, 1.5])
     assert comparison.interval({}) is None
     assert comparison.interval({0: (10, 0)}, resamples=10) == [1.0, 1.0]
 

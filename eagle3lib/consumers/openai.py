@@ -26,7 +26,9 @@ from eagle3lib.targets import TargetInfo
 
 SECONDS = 3600.0  # for one answer
 SETTLED = 10.0  # seconds that counters may lag behind an answer
-COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+COUNTER = re.compile(
+    r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total(?:\{([^}]*)\})? (\S+)$", re.MULTILINE
+)
 
 
 def is_url(entry: str) -> bool:
