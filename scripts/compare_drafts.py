@@ -21,7 +21,7 @@ with job_log(snakemake.log[0]):
         run.acceptance,
         lambda folder: engine_job.open_for(run, target, "evaluate", draft=folder),
         plan.STORE / "acceptance",
-        params.code + params.engine,
+        [params.engine, params.code, params.versions],
         os.environ.get(run.engine.key_variable, ""),
     )
     measured = [own, *others]
