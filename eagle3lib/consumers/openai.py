@@ -14,7 +14,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -54,7 +54,7 @@ class Server:
         self.url, self.without, self.key = _base(url), without and _base(without), key
         self.target, self.cfg, self.tokenizer = target, cfg, tokenizer
         self.model = self._json(f"{self.url}/v1/models")["data"][0]["id"]
-        trial = self._complete(self.url, [target.eos_token_ids[0] if target.eos_token_ids else 0] * 2, 0.0, 0, limit=8)
+        trial = self._complete(self.url, [0, 0], 0.0, 0, {"max_tokens": 8, "ignore_eos": True, "stop_token_ids": []})
         self.by_request = details(trial) is not None
         if not self.by_request and self._counters() is None:
             raise UserError(
@@ -119,19 +119,19 @@ class Server:
                 pool.shutdown(cancel_futures=True)
 
     def _complete(
-        self, url: str, prompt: Sequence[int], temperature: float, seed: int, limit: int | None = None
+        self, url: str, prompt: Sequence[int], temperature: float, seed: int, more: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         body = {
             "model": self.model,
             "prompt": list(prompt),
-            "max_tokens": limit or self.cfg.max_new_tokens,
+            "max_tokens": self.cfg.max_new_tokens,
             "temperature": temperature,
             "seed": seed % 2**31,
             "stop_token_ids": list(self.target.eos_token_ids),
             "return_token_ids": True,
             "return_spec_tokens_details": True,
         }
-        return self._json(f"{url}/v1/completions", body)
+        return self._json(f"{url}/v1/completions", body | dict(more or {}))
 
     # --- what was accepted ---------------------------------------------------------------------------
 
