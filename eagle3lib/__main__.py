@@ -167,10 +167,11 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> None:
     import os
+    from dataclasses import replace
 
     from transformers import AutoTokenizer
 
-    from eagle3lib import bench, comparison, diagnosis, engines, lineage, plan, question_sets
+    from eagle3lib import bench, comparison, diagnosis, engines, lineage, plan, question_sets, targets
     from eagle3lib.job import write_json
 
     values = vars(arguments)
@@ -179,7 +180,8 @@ def _bench(arguments: argparse.Namespace) -> None:
     for one in question_sets.parse(cfg.sets):
         if one.source:
             sources.fetch(one.source, plan.SOURCES)
-    target = diagnosis.find_target(arguments.target)
+    identity = targets.identify(config.TargetConfig(name="target", model=arguments.target))
+    target = replace(diagnosis.find_target(arguments.target), fingerprint=identity.fingerprint)
     measured = list(
         bench.measure_all(
             cfg.drafts,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from eagle3lib import acceptance, chat, diagnosis, question_sets, targets
+from eagle3lib import acceptance, chat, comparison, diagnosis, question_sets, targets
 from eagle3lib.config import AcceptanceConfig, TargetConfig
 from eagle3lib.consumers import openai
 from eagle3lib.errors import UserError
@@ -54,9 +54,9 @@ def measure(decoder: Decoder, speaker: Speaker, sets: Sets, cfg: AcceptanceConfi
     """All sets at all temperatures, then the batches: {"about", "rows", "throughput"}, plain values.
 
     name: of the draft, in tables. A row has `acceptance.summarize`'s keys over the replies that are not degenerate,
-    `acceptance_length_all`, `buckets` (`acceptance.by_context`), `others`
-    (`acceptance.as_others`), `replies` (a dict each), how many were `degenerate`, and how many questions had a turn
-    `too_long` for the target's positions, which ends them there.
+    `acceptance_length_all`, `buckets` (`acceptance.by_context`), `others` (`acceptance.as_others`), `replies` (a dict
+    each), how many were `degenerate`, and how many questions had a turn `too_long` for the target's positions, which
+    ends them there.
     """
     rows = [
         {"draft": name, "set": label, "temperature": temperature, **_row(answers, too_long, decoder.about)}
@@ -253,13 +253,7 @@ def measure_all(
             write_json(kept, measure(decoder_of(folder, speaker.target, engine, cfg), speaker, sets, cfg, entry))
             if loaded is None:
                 engine.close()
-        yield named(json.loads(kept.read_text()), entry)
-
-
-def named(measured: dict[str, Any], name: str) -> dict[str, Any]:
-    """The same, of a draft by that name."""
-    parts = {part: [one | {"draft": name} for one in measured[part]] for part in ("rows", "throughput")}
-    return measured | parts
+        yield comparison.named(json.loads(kept.read_text()), entry)
 
 
 def identity_of(folder: Path, speaker: Speaker, sets: Sets, cfg: AcceptanceConfig, measured_by: Any) -> str:

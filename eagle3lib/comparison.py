@@ -25,12 +25,17 @@ Counts = dict[Any, tuple[int, int]]
 """question -> (passes, accepted drafts) over its replies that count."""
 
 
-def counts(replies: Sequence[Mapping[str, Any]]) -> Counts:
-    """Per question; one with a degenerate reply is left out whole."""
-    bad = {reply["question"] for reply in replies if reply["degenerate"]}
+def degenerate(replies: Sequence[Mapping[str, Any]]) -> set[tuple[int, int]]:
+    """(question, turn) of the replies that run in a loop."""
+    return {(reply["question"], reply["turn"]) for reply in replies if reply["degenerate"]}
+
+
+def counts(replies: Sequence[Mapping[str, Any]], left_out: set[tuple[int, int]] | None = None) -> Counts:
+    """Per question, without the replies `left_out` (None: the degenerate ones)."""
+    left_out = degenerate(replies) if left_out is None else left_out
     found: Counts = {}
     for reply in replies:
-        if reply["question"] not in bad and reply["passes"]:
+        if (reply["question"], reply["turn"]) not in left_out and reply["passes"]:
             passes, accepted = found.get(reply["question"], (0, 0))
             found[reply["question"]] = (passes + reply["passes"], accepted + reply["accepted"])
     return found
@@ -55,17 +60,27 @@ def difference(a: Counts, b: Counts, seed: int = 0, resamples: int = RESAMPLES) 
     return {"questions": len(both), "difference": found, "low": low, "high": high}
 
 
-def compare(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The paired difference of each draft to the first one, by set and temperature."""
-    first = {(row["set"], row["temperature"]): row for row in reversed(rows) if row["draft"] == rows[0]["draft"]}
+def compare(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The paired difference of each draft to the first one, by set and temperature.
+
+    measured: what `bench.measure` gave of each. A reply that is degenerate with either draft is left out for both.
+    """
+    first = {(row["set"], row["temperature"]): row for row in measured[0]["rows"]}
     found = []
-    for row in rows:
+    for row in (row for one in measured[1:] for row in one["rows"]):
         other = first.get((row["set"], row["temperature"]))
-        if other is not None and row["draft"] != other["draft"]:
+        if other is not None:
             names = {"draft": row["draft"], "less": other["draft"]}
             place = {name: row[name] for name in ("set", "temperature")}
-            found.append(names | place | difference(counts(other["replies"]), counts(row["replies"])))
+            bad = degenerate(row["replies"]) | degenerate(other["replies"])
+            found.append(names | place | difference(counts(other["replies"], bad), counts(row["replies"], bad)))
     return found
+
+
+def named(one: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What `bench.measure` gave, of a draft by another name."""
+    parts = {part: [row | {"draft": name} for row in one[part]] for part in ("rows", "throughput")}
+    return dict(one) | parts
 
 
 def _weights(n: int, seed: int, resamples: int) -> np.ndarray:
@@ -95,9 +110,9 @@ def result(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What `bench.measure` gave of each draft, the first one ours, as one: about, rows, differences, throughput."""
     rows = [row for one in measured for row in one["rows"]]
     return {
-        "about": {one["rows"][0]["draft"]: one["about"] for one in measured if one["rows"]},
+        "about": [one["about"] for one in measured],
         "rows": with_intervals(rows),
-        "differences": compare(rows),
+        "differences": compare(measured),
         "throughput": [row for one in measured for row in one["throughput"]],
         "level": LEVEL,
         "resamples": RESAMPLES,
@@ -180,7 +195,7 @@ def describe(measured: Sequence[Mapping[str, Any]]) -> str:
     parts += ["", table(with_intervals(rows)), ""]
     parts += [acceptance.FORMULA, acceptance.DEGENERATE_RULE, OTHERS_ABOUT, ""]
     parts += ["By context, in tokens before the pass:", "", bucket_table(rows)]
-    if differences := compare(rows) if rows else []:
+    if differences := compare(measured):
         parts += ["", "Paired differences of the acceptance length:", "", difference_table(differences)]
     if speeds:
         parts += ["", "Tokens/s, prefill included:", "", throughput_table(speeds)]

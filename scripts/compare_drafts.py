@@ -13,7 +13,7 @@ with job_log(snakemake.log[0]):
     target, _ = engine_job.prepare(run, snakemake, "evaluate")
     tokenizer = AutoTokenizer.from_pretrained(target.path, trust_remote_code=run.target.trust_remote_code)
     with open(snakemake.input.acceptance) as file:
-        own = json.load(file)["bench"]
+        own = comparison.named(json.load(file)["bench"], run.draft.name)
     others = bench.measure_all(
         run.acceptance.drafts,
         bench.Speaker(tokenizer, target, run.dataset.chat_template),

@@ -29,12 +29,13 @@ def measured(draft, of, **about):
     return {"about": chain | about, "rows": [row(draft, of)], "throughput": []}
 
 
-def test_counts_pool_turns_and_leave_degenerate_questions_out_whole():
+def test_counts_pool_turns_and_leave_degenerate_replies_out():
     rows = replies([3, 4, 5], [1, 2, 3], degenerate=[1])
     rows += [{"question": 0, "turn": 1, "passes": 7, "accepted": 2, "degenerate": False}]
     rows += [{"question": 1, "turn": 1, "passes": 7, "accepted": 2, "degenerate": False}]
     rows += [{"question": 4, "turn": 0, "passes": 0, "accepted": 0, "degenerate": False}]
-    assert comparison.counts(rows) == {0: (10, 3), 2: (5, 3)}
+    assert comparison.counts(rows) == {0: (10, 3), 1: (7, 2), 2: (5, 3)}
+    assert comparison.counts(rows, {(0, 1)}) == {0: (3, 1), 1: (11, 4), 2: (5, 3)}
 
 
 def test_an_interval_covers_the_truth_as_often_as_it_says():
@@ -78,10 +79,21 @@ def test_only_questions_of_both_are_compared():
 
 
 def test_differences_are_to_the_first_draft_by_set_and_temperature():
-    rows = [row("ours", replies([9], [3])), row("ours", replies([9], [1]), 1.0), row("theirs", replies([9], [6]))]
-    (found,) = comparison.compare(rows)
+    ours = [row("ours", replies([9], [3])), row("ours", replies([9], [1]), 1.0)]
+    (found,) = comparison.compare([{"rows": ours}, {"rows": [row("theirs", replies([9], [6]))]}])
     assert (found["draft"], found["less"], found["temperature"]) == ("theirs", "ours", 0.0)
     assert found["difference"] == pytest.approx(3 / 9)
+
+
+def test_a_reply_degenerate_with_either_draft_is_compared_with_neither():
+    ours, theirs = row("ours", replies([9, 9], [9, 0], [0])), row("theirs", replies([9, 9], [0, 3]))
+    (found,) = comparison.compare([{"rows": [ours]}, {"rows": [theirs]}])
+    assert (found["questions"], found["difference"]) == (1, pytest.approx(3 / 9))
+
+
+def test_a_draft_by_another_name():
+    one = comparison.named(measured("ours", replies([9], [3])), "theirs")
+    assert [r["draft"] for r in one["rows"]] == ["theirs"] and one["about"]["topk"] == 1
 
 
 def test_tables_say_the_settings_once_and_miss_no_figure():
@@ -100,4 +112,4 @@ def test_a_result_keeps_intervals_in_place_of_replies():
     of = replies([9, 8], [3, 4])
     result = comparison.result([measured("ours", of), measured("theirs", of)])
     assert all("replies" not in one and len(one["interval"]) == 2 for one in result["rows"])
-    assert result["about"].keys() == {"ours", "theirs"} and len(result["differences"]) == 1
+    assert len(result["about"]) == 2 and len(result["differences"]) == 1
