@@ -30,6 +30,7 @@ rule all:
         all_hidden_states,
         plan.paths(f"{DRAFT}/export"),
         plan.paths(f"{DRAFT}/acceptance.json"),
+        plan.comparisons(f"{DRAFT}/comparison.json"),
         "results/summary.json",
 
 
@@ -64,6 +65,12 @@ rule acceptance:
         plan.paths(f"{DRAFT}/acceptance.json"),
 
 
+rule compare:
+    input:
+        all_hidden_states,
+        plan.comparisons(f"{DRAFT}/comparison.json"),
+
+
 localrules:
     all,
     samples,
@@ -71,6 +78,7 @@ localrules:
     train,
     export,
     acceptance,
+    compare,
 
 
 onstart:

@@ -63,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("prompts", nargs="+", help="as acceptance.prompts")
     one.add_argument("--max-prompts", type=int, default=16, help="use the first so many (16)")
     one.add_argument("--max-new-tokens", type=int, default=64, help="longest reply in tokens (64)")
+    about = "drafts of any origin on question sets: acceptance, by position and context, tokens/s, compared"
+    _bench_arguments(add("bench", _bench, about))
     one = add("push", _push, "an exported draft to the Hugging Face hub; without --yes it only says what would be sent")
     one.add_argument("draft", help="the exported folder: results/…/export")
     one.add_argument("repo", help="org/name")
@@ -77,6 +79,19 @@ def _parser() -> argparse.ArgumentParser:
     add("schema", _schema, "the JSON schema of the configuration")
     add("keys", _keys, "every key of the configuration, as a Markdown table")
     return parser
+
+
+def _bench_arguments(one: argparse.ArgumentParser) -> None:
+    one.add_argument("target", help="a folder, or a hub id whose files are here")
+    one.add_argument("drafts", nargs="+", help="folders, hub ids, or http://… of servers that decode with one")
+    one.add_argument("--sets", nargs="+", default=["mt-bench", "humaneval", "asdiv"], help="as acceptance.sets")
+    one.add_argument("--temperatures", nargs="+", type=float, default=[0.0], help="0: greedy (0)")
+    one.add_argument("--batches", nargs="+", type=int, default=[], help="tokens/s at so many replies at once")
+    for option, default in (("max-prompts", 80), ("max-new-tokens", 128), ("draft-steps", 4), ("seed", 0)):
+        one.add_argument(f"--{option}", type=int, default=default, help=f"as in acceptance ({default})")
+    one.add_argument("--draft-sampling", choices=("greedy", "sampled"), default="greedy", help="as in acceptance")
+    one.add_argument("--without", metavar="URL", help="a server without a draft, for tokens/s")
+    one.add_argument("--out", metavar="FILE", help="the figures as JSON, replies' counts included")
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -159,6 +174,41 @@ def _check(arguments: argparse.Namespace) -> int:
     return 1 if result["cause"] else 0
 
 
+def _bench(arguments: argparse.Namespace) -> None:
+    import os
+    from dataclasses import replace
+
+    from transformers import AutoTokenizer
+
+    from eagle3lib import bench, comparison, diagnosis, engines, lineage, plan, question_sets, targets
+    from eagle3lib.job import write_json
+
+    values = vars(arguments)
+    settings = {name: values[name] for name in config.AcceptanceConfig.model_fields if name in values}
+    cfg = config.validate(config.AcceptanceConfig, {**settings, "prompts": ["unused"]}, "bench: ")
+    for one in question_sets.parse(cfg.sets):
+        if one.source:
+            sources.fetch(one.source, plan.SOURCES)
+    identity = targets.identify(config.TargetConfig(name="target", model=arguments.target))
+    target = replace(diagnosis.find_target(arguments.target), fingerprint=identity.fingerprint)
+    measured = list(
+        bench.measure_all(
+            cfg.drafts,
+            bench.Speaker(AutoTokenizer.from_pretrained(target.path), target),
+            bench.read_sets(cfg, plan.SOURCES),
+            cfg,
+            lambda _: engines.open_engine(config.EngineConfig(), target.path),
+            STORE / "acceptance",
+            [lineage.code("eagle3lib.bench"), lineage.versions("eagle3lib.bench")],
+            os.environ.get(config.EngineConfig().key_variable, ""),
+            arguments.without,
+        )
+    )
+    print(comparison.describe(measured), end="")
+    if arguments.out:
+        write_json(arguments.out, {"measured": measured, "comparison": comparison.result(measured)})
+
+
 def _push(arguments: argparse.Namespace) -> None:
     from eagle3lib import hub
 
@@ -182,7 +232,11 @@ def _canary(arguments: argparse.Namespace) -> None:
 
 
 def _sources(_: argparse.Namespace) -> None:
-    print("".join(f"{spec:<44} {about}\n" for spec, about in sources.known().items()), end="")
+    from eagle3lib import question_sets
+
+    print("".join(f"{spec:<44} {about}\n" for spec, about in sources.known().items()))
+    print("question sets, for acceptance.sets:")
+    print("".join(f"{name:<44} {about}\n" for name, about in question_sets.known().items()), end="")
 
 
 def _schema(_: argparse.Namespace) -> None:

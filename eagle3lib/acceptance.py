@@ -10,6 +10,7 @@ n = 1 + sum over its passes of (1 + accepted).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,14 +48,18 @@ def judge(drafts: Sequence[int], wanted: Sequence[int], room: int, stop_ids: Seq
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == wanted[accepted]:
         accepted += 1
-    emitted = list(wanted[: accepted + 1])[:room]
-    stop = next((i for i, token in enumerate(emitted) if token in stop_ids), None)
+    return cut(wanted[: accepted + 1], len(drafts), room, stop_ids)
+
+
+def cut(emitted: Sequence[int], drafted: int, room: int, stop_ids: Sequence[int]) -> tuple[list[int], Pass]:
+    """What is left of a pass (accepted drafts and the bonus) at the first stop token or `room`, and its Pass."""
+    kept = list(emitted)[:room]
+    stop = next((i for i, token in enumerate(kept) if token in stop_ids), None)
     if stop is not None:
-        emitted = emitted[: stop + 1]
-    ends = stop is not None or len(emitted) == room
-    if ends:
-        return emitted, Pass(drafted=len(emitted) - 1, accepted=len(emitted) - 1)
-    return emitted, Pass(drafted=len(drafts), accepted=accepted)
+        kept = kept[: stop + 1]
+    if stop is not None or len(kept) == room:
+        return kept, Pass(drafted=len(kept) - 1, accepted=len(kept) - 1)
+    return kept, Pass(drafted=drafted, accepted=len(kept) - 1)
 
 
 def until_end(passes: Sequence[Pass], reply: Sequence[int], limit: int, stop_ids: Sequence[int]) -> list[Pass]:
@@ -70,6 +75,12 @@ def until_end(passes: Sequence[Pass], reply: Sequence[int], limit: int, stop_ids
         kept.append(one)
         done += 1 + one.accepted
     return kept
+
+
+def histogram(passes: int, accepted: Sequence[int]) -> list[int]:
+    """How many passes accepted k drafts, k = 0..K, of an engine that counts passes and accepted drafts by position."""
+    reached = [passes, *accepted, 0]
+    return [a - b for a, b in itertools.pairwise(reached)]
 
 
 def of_histogram(histogram: Sequence[int], draft_steps: int) -> list[Pass]:
@@ -142,6 +153,50 @@ def summarize(passes: Sequence[Pass], draft_steps: int) -> dict[str, Any]:
         "passes": len(passes),
         "tokens": len(passes) + sum(one.accepted for one in passes),
     }
+
+
+BUCKETS = ((0, 2048, "0-2k"), (2048, 8192, "2-8k"), (8192, 32768, "8-32k"), (32768, None, "over 32k"))
+
+
+def by_context(passes: Sequence[tuple[int, Pass]], draft_steps: int) -> list[dict[str, Any]]:
+    """`summarize` of (tokens before the pass, Pass) by bucket of context, with the bucket's name as `context`."""
+    found = []
+    for low, high, name in BUCKETS:
+        inside = [one for context, one in passes if low <= context and (high is None or context < high)]
+        if inside:
+            found.append({"context": name, **summarize(inside, draft_steps)})
+    return found
+
+
+def contexts(prompt_tokens: int, reply_tokens: int, passes: Sequence[Pass], ordered: bool) -> list[tuple[int, Pass]]:
+    """Each pass with the tokens before it; of passes in no order, with those before the middle of the reply."""
+    if not ordered:
+        return [(prompt_tokens + reply_tokens // 2, one) for one in passes]
+    found, done = [], prompt_tokens + 1
+    for one in passes:
+        found.append((done, one))
+        done += 1 + one.accepted
+    return found
+
+
+def as_others(replies: Sequence[tuple[int, int, int]]) -> dict[str, float | None]:
+    """The acceptance length as other harnesses compute it, of (tokens, passes, accepted) of each reply, all replies.
+
+    SpecForge (benchmarks/bench_eagle3.py): tokens / passes, pooled. SGLang's `spec_accept_length` is that of a reply;
+    its mean is what `specforge.benchmarks.sglang` prints. Both count the token of the prompt's own pass, so they
+    exceed ours by replies / passes. vLLM (`vllm bench serve`): 1 + accepted / passes, ours but for the degenerate
+    replies.
+    """
+    verified = [(tokens, passes, accepted) for tokens, passes, accepted in replies if passes]
+    total = sum(passes for _, passes, _ in verified)
+    if not total:
+        return dict.fromkeys(OTHERS)
+    pooled = sum(tokens for tokens, _, _ in replies) / total
+    mean = sum(tokens / passes for tokens, passes, _ in verified) / len(verified)
+    return dict(zip(OTHERS, (pooled, mean, 1 + sum(accepted for _, _, accepted in verified) / total), strict=True))
+
+
+OTHERS = ("specforge", "sglang_mean", "vllm")
 
 
 def distinct_share(ids: Sequence[int], n: int = DEGENERATE_N) -> float:

@@ -244,9 +244,41 @@ class AcceptanceConfig(Section):
     """How the draft is measured: real speculative decoding on prompts it has not seen."""
 
     prompts: list[str] = Field(min_length=1, description="As dataset.conversations; the last user turn is answered.")
-    max_prompts: int = Field(80, ge=1, description="Use the first so many.")
+    max_prompts: int = Field(80, ge=1, description="Use the first so many; of each of `sets` as many, evenly spread.")
     max_new_tokens: int = Field(128, ge=2, description="Longest reply in tokens.")
     draft_steps: int = Field(4, ge=1, le=16, description="Tokens drafted for one pass of the target.")
+    sets: list[str] = Field(
+        [],
+        description="Further sets of questions, a row each in the tables: mt-bench (both turns), humaneval, asdiv, "
+        "bfcl out of PyPI wheels; gsm8k:PATH, math500:PATH, … from a file in its public layout "
+        "(`python -m eagle3lib sources`).",
+    )
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field(
+        [0.0], min_length=1, description="Of `sets`: each set is answered at each of these; 0 is greedy."
+    )
+    draft_sampling: Literal["greedy", "sampled"] = Field(
+        "greedy",
+        description="At a temperature above 0, in process: the draft proposes its best token, as SGLang and vLLM do, "
+        "or samples. The replies follow the target's distribution either way.",
+    )
+    seed: int = Field(0, description="Seed of the sampling; each reply has its own stream.")
+    batches: list[Annotated[int, Field(ge=1)]] = Field(
+        [],
+        description="Measure tokens/s with and without the draft with so many replies at once, for example "
+        "[1, 8, 16, 32], on the first questions of the first set.",
+    )
+    drafts: list[str] = Field(
+        [],
+        description="Other drafts of this target, measured the same way on `sets` and compared: folders (also "
+        "results/…/export of another run), hub ids, or http://… of a server that decodes with one.",
+    )
+
+    @model_validator(mode="after")
+    def _sets_are_named(self) -> AcceptanceConfig:
+        for name in ("drafts", "batches"):
+            if getattr(self, name) and not self.sets:
+                raise ValueError(f"{name}: measured on acceptance.sets, which are empty; name some, as mt-bench")
+        return self
 
 
 class RunConfig(Section):

@@ -191,6 +191,16 @@ def read_draft(folder: str | os.PathLike, target: TargetInfo) -> Draft:
     return Draft(config, mapping, weights, ids, d2t, notes)
 
 
+def load_draft(
+    folder: str | os.PathLike, target: TargetInfo, dtype: torch.dtype = torch.float32
+) -> tuple[DraftModel, VocabMapping, list[int], list[str]]:
+    """A draft of whatever origin as its folder says it is: model, mapping, aux layer ids, and `read_draft`'s notes."""
+    draft = read_draft(folder, target)
+    given = Reading("as the folder says", draft.config, draft.mapping, draft.aux_layer_ids)
+    model = _model(given, draft.weights, targets.load_embedding(target))
+    return model.to(dtype), draft.mapping, draft.aux_layer_ids, draft.notes
+
+
 def _config_values(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

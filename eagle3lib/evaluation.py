@@ -1,4 +1,4 @@
-"""How long are the drafts that the target accepts? Measured by greedy speculative decoding, not by a proxy.
+"""How long are the drafts that the target accepts? Measured by real speculative decoding, not by a proxy.
 
 The target runs in the engine's session; the draft is read back from its exported folder.
 The slots of the draft: slot j takes the target's aux states of position j and the token
@@ -12,15 +12,15 @@ Shape letters: T tokens, H hidden, V vocabulary, L aux layers, K draft steps.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from eagle3lib import acceptance, export, targets
+from eagle3lib import acceptance, export, rejection, targets
 from eagle3lib.acceptance import Pass
 from eagle3lib.config import AcceptanceConfig
 from eagle3lib.draft_model import DraftCache, DraftModel
@@ -35,19 +35,78 @@ BATCH = 16  # replies at once
 
 @dataclass
 class Decoded:
-    """A reply made by speculative decoding: its ids, the target's top-2 logit gap at each, and what each pass saw."""
+    """A reply made by speculative decoding: its ids, the target's top-2 logit gap at each, and what each pass saw.
+
+    Sampled ones have no gaps. ordered: are the passes in their order (some servers count them only)?
+    """
 
     reply: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
+    ordered: bool = True
+
+
+class Greedy:
+    """How a reply's tokens are chosen at temperature 0, by the draft and by the target."""
+
+    def draft(self, logits: Tensor) -> int:
+        """logits [Vd] -> the index of the next draft."""
+        return int(logits.argmax())
+
+    def judge(
+        self, drafts: Sequence[int], logits: Tensor, room: int, stop_ids: Sequence[int]
+    ) -> tuple[list[int], list[float], Pass]:
+        """The target's logits [K+1, V] at the K drafts -> emitted tokens, the gap at each, the Pass."""
+        wanted, gaps = _greedy(logits)
+        emitted, one = acceptance.judge(drafts, wanted, room, stop_ids)
+        return emitted, gaps[: len(emitted)], one
+
+
+class Sampled:
+    """As Greedy, at a temperature: speculative sampling (`rejection`), with random numbers of the reply's own.
+
+    The draft is sampled at the same temperature, or chosen greedily.
+    """
+
+    def __init__(self, mapping: VocabMapping, temperature: float, seed: int, draft_sampling: str = "sampled"):
+        self.mapping, self.temperature, self.draft_sampling = mapping, temperature, draft_sampling
+        self.random = torch.Generator().manual_seed(seed)
+        self.q: list[Tensor] = []  # [V] each: what the drafts under way were drawn from
+
+    def draft(self, logits: Tensor) -> int:
+        if self.draft_sampling == "greedy":
+            index = int(logits.argmax())
+            weights = torch.zeros_like(logits, dtype=torch.float32)
+            weights[index] = 1
+        else:
+            weights = torch.softmax(logits.float() / self.temperature, -1)
+            index = rejection.draw(weights, self._uniform())
+        over_target = weights.new_zeros(self.mapping.vocab_size)
+        over_target[self.mapping.target_ids.to(weights.device)] = weights
+        self.q.append(over_target)
+        return index
+
+    def judge(
+        self, drafts: Sequence[int], logits: Tensor, room: int, stop_ids: Sequence[int]
+    ) -> tuple[list[int], list[float], Pass]:
+        p = torch.softmax(logits.float() / self.temperature, -1)
+        q, self.q = [one.to(p.device) for one in self.q], []
+        emitted, one = rejection.judge(drafts, q, p, room, stop_ids, self._uniform)
+        return emitted, [], one
+
+    def _uniform(self) -> float:
+        return float(torch.rand((), generator=self.random, dtype=torch.float64))
+
+
+Chooser = Greedy | Sampled
 
 
 class ChainDrafter:
     """The draft model over one reply: a chain of drafts from the verified slots."""
 
-    def __init__(self, draft: DraftModel, mapping: VocabMapping):
-        self.draft, self.mapping = draft, mapping
+    def __init__(self, draft: DraftModel, mapping: VocabMapping, chooser: Chooser | None = None):
+        self.draft, self.mapping, self.chooser = draft, mapping, chooser or Greedy()
         self.cache = DraftCache()
 
     @torch.inference_mode()
@@ -60,18 +119,19 @@ class ChainDrafter:
         fused = self.draft.fuse(aux.to(self.draft.fc.weight.device))[None]
         hidden = self.draft.decode(self._ids(tokens), fused, self.cache)[:, -1:]
         verified = self.cache.length
-        drafts = [self._best(hidden)]
+        drafts = [self._next(hidden)]
         while len(drafts) < k:
             hidden = self.draft.decode(self._ids(drafts[-1:]), hidden, self.cache)
-            drafts.append(self._best(hidden))
+            drafts.append(self._next(hidden))
         self.cache.truncate(verified)
         return drafts
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([list(tokens)], device=self.draft.fc.weight.device)
 
-    def _best(self, hidden: Tensor) -> int:
-        return int(self.mapping.to_target(self.draft.logits(hidden[0, -1]).argmax()))
+    def _next(self, hidden: Tensor) -> int:
+        index = self.chooser.draft(self.draft.logits(hidden[0, -1]))
+        return int(self.mapping.to_target(torch.tensor(index)))
 
 
 class Speculation:
@@ -110,19 +170,18 @@ class Speculation:
 
     def take(self, logits: Tensor, aux: Tensor) -> int:
         """The target's logits [n, V] and states [n, L*H] of those n rows -> positions that its session keeps."""
-        wanted, gaps = _greedy(logits)
+        room = self.cfg.max_new_tokens - len(self.decoded.reply)
         if not self.decoded.reply:
-            emitted, gaps = wanted[-1:], gaps[-1:]
+            emitted, gaps, _ = self.drafter.chooser.judge([], logits[-1:], room, self.stop_ids)
             self.aux = aux
         else:
-            room = self.cfg.max_new_tokens - len(self.decoded.reply)
-            emitted, one = acceptance.judge(self.drafts, wanted, room, self.stop_ids)
+            emitted, gaps, one = self.drafter.chooser.judge(self.drafts, logits, room, self.stop_ids)
             self.aux = aux[: len(emitted)]
             self.decoded.passes.append(one)
             self.decoded.drafts.append(self.drafts)
         self.ids += emitted
         self.decoded.reply += emitted
-        self.decoded.gaps += gaps[: len(emitted)]
+        self.decoded.gaps += gaps
         return len(self.ids) - 1
 
 
@@ -141,23 +200,28 @@ class Sessions:
 
 
 @torch.inference_mode()
-def speculate(sessions: Any, speculations: Sequence[Speculation]) -> Iterator[Speculation]:
-    """Run replies at once, one pass of the target for the next rows of all; yields each as it ends.
+def speculate(sessions: Any, speculations: Iterable[Speculation], slots: int) -> Iterator[Speculation]:
+    """Run replies, `slots` at once, one pass of the target for the next rows of all; yields each as it ends.
 
-    `sessions` (fresh, as `Sessions`) holds one sequence for each.
+    `sessions` (as `Sessions`) holds one sequence a slot; a slot is refilled as soon as its reply has ended.
     """
-    for slot, one in enumerate(speculations):  # prompts alone: their logits take the most memory
-        ((logits, aux),) = sessions.forward({slot: one.rows()}).values()
-        sessions.crop(slot, one.take(logits, aux))
-    running = dict(enumerate(speculations))
+    waiting, running = iter(speculations), dict[int, Speculation]()
     while True:
-        yield from (one for one in running.values() if one.ended)
-        running = {slot: one for slot, one in running.items() if not one.ended}
+        for slot in set(range(slots)) - running.keys():
+            one = next(waiting, None)
+            if one is None:
+                break
+            sessions.crop(slot, 0)
+            ((logits, aux),) = sessions.forward({slot: one.rows()}).values()  # alone: its logits take the most memory
+            sessions.crop(slot, one.take(logits, aux))
+            running[slot] = one
         if not running:
             return
-        answers = sessions.forward({slot: one.rows() for slot, one in running.items()})
-        for slot, (logits, aux) in answers.items():
-            sessions.crop(slot, running[slot].take(logits, aux))
+        if not (ended := [slot for slot, one in running.items() if one.ended]):
+            answers = sessions.forward({slot: one.rows() for slot, one in running.items()})
+            for slot, (logits, aux) in answers.items():
+                sessions.crop(slot, running[slot].take(logits, aux))
+        yield from (running.pop(slot) for slot in ended)
 
 
 def _greedy(logits: Tensor) -> tuple[list[int], list[float]]:
@@ -254,15 +318,19 @@ def _replies(
     prompts: Sequence[Sequence[int]],
     cfg: AcceptanceConfig,
     stop_ids: Sequence[int],
+    chooser: Callable[[int], Chooser] = lambda number: Greedy(),
+    at_once: int = BATCH,
 ) -> Iterator[Speculation]:
-    """All replies, BATCH at once, in the order in which they end."""
+    """All replies, `at_once` running, in the order in which they end. chooser: of the prompt with that number."""
+    slots = min(at_once, len(prompts))
+    if not slots:
+        return
     open_sessions = getattr(engine, "sessions", None) or partial(Sessions, engine)
-    for start in range(0, len(prompts), BATCH):
-        work = [
-            Speculation(number, ChainDrafter(draft, mapping), prompts[number], cfg, stop_ids)
-            for number in range(start, min(start + BATCH, len(prompts)))
-        ]
-        yield from speculate(open_sessions(len(work), aux_layer_ids), work)
+    work = (
+        Speculation(number, ChainDrafter(draft, mapping, chooser(number)), prompt, cfg, stop_ids)
+        for number, prompt in enumerate(prompts)
+    )
+    yield from speculate(open_sessions(slots, aux_layer_ids), work, slots)
 
 
 def compare_with_reference(number: int, decoded: Decoded, reference: Sequence[int], tie_gap: float) -> int | None:
@@ -292,6 +360,97 @@ def _checked_prompts(prompts: list[Sequence[int]], target: TargetInfo, cfg: Acce
                 f"{target.max_position_embeddings} positions; shorten it or lower acceptance.max_new_tokens"
             )
     return [list(prompt) for prompt in prompts]
+
+
+# --- decoders: who runs target and draft -------------------------------------------------------------
+
+
+class Decoder(Protocol):
+    """Replies with a draft and without it, for prompts (token ids) at a temperature, `at_once` running.
+
+    about: plain values for a table's head; draft_steps, topk, draft_tokens (a pass verifies so many), measured_by.
+    """
+
+    about: dict[str, Any]
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], temperature: float, seeds: Sequence[int], at_once: int
+    ) -> Iterator[tuple[int, Decoded]]:
+        """(number of the prompt, its reply) in the order in which they end."""
+        ...
+
+    def plain(
+        self, prompts: Sequence[Sequence[int]], temperature: float, seeds: Sequence[int], at_once: int
+    ) -> Iterator[tuple[int, list[int]]] | None:
+        """The target's own replies; None where there is nobody to ask."""
+        ...
+
+
+class InProcess:
+    """The target in an engine of ours, the draft beside it."""
+
+    def __init__(
+        self,
+        engine: Any,
+        draft: DraftModel,
+        mapping: VocabMapping,
+        aux_layer_ids: Sequence[int],
+        cfg: AcceptanceConfig,
+        stop_ids: Sequence[int],
+    ):
+        self.engine, self.draft, self.mapping, self.aux_layer_ids = engine, draft, mapping, list(aux_layer_ids)
+        self.cfg, self.stop_ids = cfg, list(stop_ids)
+        self.about = chain_of(cfg.draft_steps) | {
+            "measured_by": f"eagle3lib in process, {engine.name} {engine.version}, {engine.dtype}",
+            "draft_sampling": cfg.draft_sampling,
+        }
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], temperature: float, seeds: Sequence[int], at_once: int = BATCH
+    ) -> Iterator[tuple[int, Decoded]]:
+        def chooser(number: int) -> Chooser:
+            if temperature == 0:
+                return Greedy()
+            return Sampled(self.mapping, temperature, seeds[number], self.cfg.draft_sampling)
+
+        work = (self.engine, self.draft, self.mapping, self.aux_layer_ids, prompts, self.cfg, self.stop_ids)
+        for one in _replies(*work, chooser, at_once):
+            yield one.number, one.decoded
+
+    def plain(
+        self, prompts: Sequence[Sequence[int]], temperature: float, seeds: Sequence[int], at_once: int = BATCH
+    ) -> Iterator[tuple[int, list[int]]]:
+        numbered = ((i, ids, seed) for i, (ids, seed) in enumerate(zip(prompts, seeds, strict=True)))
+        options = {"temperature": temperature, "batch_size": at_once, "eos_ids": self.stop_ids}
+        for number, reply, _ in self.engine.generate(numbered, self.cfg.max_new_tokens, **options):
+            yield number, list(reply)
+
+
+class Served:
+    """A SGLang server of ours that decodes with the draft: drafted greedily, passes counted without their order."""
+
+    def __init__(self, engine: Any, cfg: AcceptanceConfig):
+        self.engine, self.cfg = engine, cfg
+        self.about = chain_of(cfg.draft_steps) | {
+            "measured_by": f"SGLang {engine.version}, {engine.dtype}",
+            "draft_sampling": "greedy",
+        }
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], temperature: float, seeds: Sequence[int], at_once: int = BATCH
+    ) -> Iterator[tuple[int, Decoded]]:
+        options = {"temperature": temperature, "seeds": seeds, "at_once": at_once}
+        for number, reply, histogram in self.engine.decode_with_draft(prompts, self.cfg.max_new_tokens, **options):
+            passes = acceptance.of_histogram(histogram, self.cfg.draft_steps)
+            yield number, Decoded(reply, passes=passes, ordered=False)
+
+    def plain(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def chain_of(draft_steps: int) -> dict[str, int]:
+    """The three numbers that SGLang's flags have, of a chain: one candidate a step, all verified with the bonus."""
+    return {"draft_steps": draft_steps, "topk": 1, "draft_tokens": draft_steps + 1}
 
 
 # --- figures -----------------------------------------------------------------------------------------

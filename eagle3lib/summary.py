@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from eagle3lib import __version__, hidden_states, ledger
+from eagle3lib import __version__, comparison, hidden_states, ledger
 from eagle3lib.hidden_states import StateKey
 from eagle3lib.job import write_json, write_text
 
@@ -29,6 +29,7 @@ STAGES = {
     "train_draft_model": "{target}/{dataset}/{key}/{draft}",
     "export_draft_model": "{target}/{dataset}/{key}/{draft}",
     "measure_acceptance": "{target}/{dataset}/{key}/{draft}",
+    "compare_drafts": "{target}/{dataset}/{key}/{draft}",
 }
 # Kinds of the ledger, by the names under which they are shown.
 WORK = {"replies": "replies", "states": "hidden states", "draft": "training"}
@@ -45,7 +46,8 @@ def collect(names: dict[str, str], results: Path = Path("results")) -> dict[str,
         **names,
         "acceptance_length": acceptance["acceptance_length"],
         "acceptance_rate": acceptance["acceptance_rate"],
-        "acceptance": {k: v for k, v in acceptance.items() if k != "per_prompt"},
+        "acceptance": {k: v for k, v in acceptance.items() if k not in ("per_prompt", "bench")},
+        "bench": comparison.named(acceptance["bench"], names["draft"]) if "bench" in acceptance else None,
         "predicted": predicted(training["metrics"]),
         "accuracy": training["metrics"].get("validation", training["metrics"]["train"])["accuracy_of_supervised"],
         "validation": training["metrics"].get("validation", {}),
@@ -150,9 +152,13 @@ def versions() -> dict[str, str]:
 
 
 def write(runs: Sequence[dict[str, Any]], config: dict[str, Any], text: str, json_file: str, config_file: str) -> None:
-    write_json(json_file, {"runs": list(runs)})
+    write_json(json_file, {"runs": [_without_replies(run) for run in runs]})
     write_text(text, "\n".join(_as_text(run) for run in runs))
     write_text(config_file, yaml.safe_dump(_plain(config), sort_keys=False))
+
+
+def _without_replies(run: dict[str, Any]) -> dict[str, Any]:
+    return run | {"bench": comparison.result([run["bench"]])} if run.get("bench") else run
 
 
 def _as_text(run: dict[str, Any]) -> str:
@@ -177,6 +183,7 @@ def _as_text(run: dict[str, Any]) -> str:
         *(acceptance[name] for name in ("formula", "rate_formula", "degenerate_rule")),
         f"{acceptance['prompts']} prompts, {acceptance['degenerate']} degenerate replies left out",
         "",
+        *([comparison.describe([run["bench"]])] if run.get("bench") else []),
         "| stage | jobs | minutes | CPU-seconds |",
         "| --- | ---: | ---: | ---: |",
         *(f"| {n} | {s['jobs']} | {s['minutes']:.2f} | {s['cpu_seconds']:.0f} |" for n, s in run["stages"].items()),

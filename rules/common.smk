@@ -60,6 +60,13 @@ def prompt_files(wildcards):
     return files_of(cfg(wildcards).acceptance.prompts)
 
 
+def set_files(wildcards):
+    try:
+        return planning.set_files(cfg(wildcards).acceptance.sets)
+    except UserError as error:
+        raise WorkflowError(str(error)) from None
+
+
 def template_file(wildcards):
     template = cfg(wildcards).dataset.chat_template
     return [str(template)] if template else []

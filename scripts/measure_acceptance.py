@@ -1,10 +1,10 @@
-"""Real greedy speculative decoding with the exported draft, on prompts it has not seen."""
+"""Real speculative decoding with the exported draft, on prompts and question sets it has not seen."""
 
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from eagle3lib import chat, engine_job, evaluation, export, plan, samples
+from eagle3lib import bench, chat, comparison, engine_job, evaluation, export, plan, samples
 from eagle3lib.job import job_log, write_json
 from eagle3lib.lineage import digest, file_sha256
 from eagle3lib.store import link
@@ -21,11 +21,18 @@ with job_log(snakemake.log[0]):
     # Measured once: a sample linked again runs this job again, and changes no byte of the draft.
     draft = [file_sha256(path) for path in export.served_files(snakemake.input.export)]
     params = snakemake.params
+    sets = bench.read_sets(run.acceptance, plan.SOURCES)
     measured_by = [params.engine, params.acceptance, params.code, params.versions]
-    identity = digest([draft, target.fingerprint, prompts, *measured_by], 32)
+    identity = digest([draft, target.fingerprint, prompts, sets, *measured_by], 32)
     kept = plan.STORE / "acceptance" / f"{identity}.json"
     if not kept.exists():
-        result = evaluation.measure_acceptance(snakemake.input.export, target, open_engine(), prompts, run.acceptance)
+        engine = open_engine()
+        result = evaluation.measure_acceptance(snakemake.input.export, target, engine, prompts, run.acceptance)
         print(evaluation.describe(result))
+        if sets:
+            decoder = bench.decoder_of(snakemake.input.export, target, engine, run.acceptance)
+            speaker = bench.Speaker(tokenizer, target, run.dataset.chat_template)
+            result["bench"] = bench.measure(decoder, speaker, sets, run.acceptance, run.draft.name)
+            print(comparison.describe([result["bench"]]))
         write_json(kept, result)
     link(kept, Path(snakemake.output.acceptance))

@@ -11,8 +11,31 @@ PACKAGE = Path(__file__).parent.parent / "eagle3lib"
 LAYERS = [
     {"errors"},
     {"config", "job", "lineage", "processes", "leases"},
-    {"chat", "vocab_mapping", "draft_model", "training_time_test", "acceptance", "wheels", "gguf_target", "tables"},
-    {"samples", "sources", "targets", "shards", "hidden_states", "checkpoint", "export", "gpus", "plots", "engines"},
+    {
+        "chat",
+        "vocab_mapping",
+        "draft_model",
+        "training_time_test",
+        "acceptance",
+        "comparison",
+        "rejection",
+        "wheels",
+        "gguf_target",
+        "tables",
+    },
+    {
+        "samples",
+        "sources",
+        "question_sets",
+        "targets",
+        "shards",
+        "hidden_states",
+        "checkpoint",
+        "export",
+        "gpus",
+        "plots",
+        "engines",
+    },
     {"disk", "store", "ledger", "records", "verification"},
     {
         "extraction",
@@ -29,6 +52,7 @@ LAYERS = [
     },
     {"consumers", "hub", "overview", "replay", "trace", "why"},
     {"canary", "diagnosis", "doctor", "pages"},
+    {"bench"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -239,7 +239,7 @@ def test_drafts_equal_those_recomputed_from_scratch(trained_draft, random_target
     sessions = evaluation.Sessions(engine, 1, values["eagle_aux_hidden_state_layer_ids"])
     cfg = settings(draft_steps=3, max_new_tokens=20)
     one = evaluation.Speculation(0, evaluation.ChainDrafter(draft, mapping), prompt, cfg, stop_ids=[])
-    assert list(evaluation.speculate(sessions, [one])) == [one]
+    assert list(evaluation.speculate(sessions, [one], 1)) == [one]
     decoded, done = one.decoded, 1
     with torch.inference_mode():
         for drafts, one in zip(decoded.drafts, decoded.passes, strict=True):

@@ -97,6 +97,13 @@ def target_weights(w):
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def ask_a_set(w):
+    """Two questions of two turns."""
+    rows = [{"turns": ["the quick fox", "and then?"]}, {"turns": ["a lazy dog", "an hour"]}]
+    (w.folder / "inputs/questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    w.set("acceptance.sets", ["own:../inputs/questions.jsonl"])
+
+
 CHANGES = [
     (comment_in_a_module, {}),
     (docstring_of_a_module, {}),
@@ -111,6 +118,7 @@ CHANGES = [
     (code_of_a_figure, {"plot_results": 1, "summarize": 1}),
     (code_of_a_page, {"plot_results": 1, "summarize": 1}),
     (lambda w: w.set("acceptance.draft_steps", 3), {"measure_acceptance": 1, "plot_results": 1, "summarize": 1}),
+    (ask_a_set, {"measure_acceptance": 1, "plot_results": 1, "summarize": 1}),
     (lambda w: w.set("hidden_states.aux_layer_ids", [1, 3, 6]), NEW_KEY),
     (lambda w: w.set("dataset.shard_size", 5), {"shard_samples": 1}),
     (lambda w: w.set("dataset.seed", 1), {"shard_samples": 1}),
@@ -118,7 +126,7 @@ CHANGES = [
 IDS = [
     "a comment", "a docstring", "a script's docstring", "touch of all files", "batch size of the engine",
     "checkpoint interval", "storage limit", "learning rate", "ttt_steps", "code of the trainer",
-    "a figure", "a page", "draft_steps", "aux layer ids", "K", "seed of the split",
+    "a figure", "a page", "draft_steps", "a question set", "aux layer ids", "K", "seed of the split",
 ]  # fmt: skip
 
 
@@ -146,6 +154,39 @@ def test_deleted_link_is_linked_again(workspace):
     assert planned["extract_hidden_states"] == 1
     assert run_extract(workspace) == 0
     assert state.stat().st_ino == inode
+
+
+def test_drafts_are_compared_on_the_same_questions(workspace):
+    """The draft with itself under another path, then one more: only the comparison runs for that."""
+    export = workspace.result("tiny/talk/*/draft/export")
+    shutil.copytree(export, workspace.folder / "inputs/other")
+    ask_a_set(workspace)
+    workspace.set("acceptance.temperatures", [0.0, 1.0])
+    workspace.set("acceptance.drafts", ["../inputs/other"])
+    workspace.snakemake()
+    folder = export.parent
+    measured = json.loads((folder / "acceptance.json").read_text())["bench"]
+    assert [(row["temperature"], len(row["replies"])) for row in measured["rows"]] == [(0.0, 4), (1.0, 4)]
+    comparison = json.loads((folder / "comparison.json").read_text())
+    assert [(row["draft"], row["set"]) for row in comparison["rows"]][::2] == [
+        ("draft", "own:questions"), ("../inputs/other", "own:questions"),
+    ]  # fmt: skip
+    assert {one["difference"] for one in comparison["differences"]} <= {0.0, None}
+    assert "| ../inputs/other | draft | own:questions | 0 |" in (folder / "comparison.md").read_text()
+    assert "| draft | own:questions | 1 |" in workspace.result("summary.md").read_text()
+    summary = json.loads(workspace.result("summary.json").read_text())["runs"][0]
+    assert [row["set"] for row in summary["bench"]["rows"]] == ["own:questions"] * 2
+    again = workspace.snakemake()
+    assert "Nothing to be done" in again.stdout + again.stderr
+    workspace.set("acceptance.drafts", ["../inputs/other", str(export.relative_to(workspace.run_folder))])
+    assert workspace.planned() == Counter({"compare_drafts": 1})
+    target = workspace.folder / "inputs/target"
+    arguments = ["--sets", "own:../inputs/questions.jsonl", "--max-new-tokens", "8", "--draft-steps", "2"]
+    done = workspace.ask("bench", str(target), "../inputs/other", *arguments, "--out", "bench.json")
+    assert done.returncode == 0, done.stderr
+    assert "draft_steps 2, topk 1, draft_tokens 3" in done.stdout
+    asked = json.loads((workspace.run_folder / "bench.json").read_text())["measured"][0]["rows"][0]
+    assert asked["replies"] == measured["rows"][0]["replies"]
 
 
 def test_lost_shard_file_is_named_with_the_remedy(workspace):

@@ -5,7 +5,12 @@ vLLM decodes with all drafts.
 """
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import urllib.request
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -14,9 +19,10 @@ from test_evaluation import export_trained_draft
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from workflow import ROOT, SMALL_DRAFT, continue_small
 
-from eagle3lib import chat, evaluation, export, samples, targets
+from eagle3lib import chat, evaluation, export, processes, samples, targets
 from eagle3lib.config import AcceptanceConfig
-from eagle3lib.consumers import vllm
+from eagle3lib.consumers import openai, vllm
+from eagle3lib.engines.sglang.lease import free_port
 from eagle3lib.engines.transformers import TransformersEngine
 from eagle3lib.errors import UserError
 from eagle3lib.targets import TargetInfo
@@ -138,6 +144,71 @@ def test_the_workflows_own_figure_is_near(chain, decoded):
     """acceptance.json leaves out what is drafted behind a reply's end, and degenerate replies."""
     own = json.loads(chain.result("small/docs/*/trained/acceptance.json").read_text())
     assert own["acceptance_length_all"] == pytest.approx(decoded[0]["draft"].acceptance_length, abs=0.1)
+
+
+@contextmanager
+def serving(target, draft, folder, *arguments):
+    """A vLLM server on a free port of this machine; its address."""
+    port = free_port()
+    command = [str(ROOT / vllm.PYTHON), "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "256", "--max-num-seqs", "8", "--no-enable-prefix-caching"]
+    speculative = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 4}
+    command += ["--speculative-config", json.dumps(speculative), *arguments]
+    environment = {
+        **os.environ,
+        **vllm.ENVIRONMENT,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    environment.pop("PYTHONPATH", None)
+    with open(folder / "server.log", "wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        assert processes.wait_until(lambda: process.poll() is not None or answers(url), 300, 1)
+        assert process.poll() is None, (folder / "server.log").read_text()[-3000:]
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(url):
+    try:
+        return urllib.request.urlopen(f"{url}/health", timeout=2).status == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.long
+def test_a_server_tells_our_passes_by_answer_and_by_counter(chain, tmp_path):
+    """Every pass of every reply as our own decoder counts for engines; from the sums at /metrics the same by reply."""
+    draft = chain.result("small/docs/*/trained/export")
+    target = TargetInfo.read(chain.result("targets/small/target.json"))
+    cfg = AcceptanceConfig(prompts=["unused"], sets=["mt-bench"], max_new_tokens=64, draft_steps=4)
+    tokenizer = AutoTokenizer.from_pretrained(target.path)
+    prompts = [
+        chat.prompt_ids(tokenizer, samples.prompt_messages(one.messages))
+        for one in samples.read([str(chain.folder / "inputs/held_out.jsonl")], 8)
+    ]
+    ours = evaluation.passes_as_engines_count(draft, target, TransformersEngine(target.path), prompts, cfg)
+    arguments = ("--per-request-spec-decode-metrics", "detailed")
+    with serving(target.path, draft, tmp_path, *arguments) as url:
+        server = openai.Server(url, target, cfg, tokenizer)
+        assert server.by_request and server.about["draft_steps"] == 4
+        by_answer = dict(server.decode(prompts, 0.0, [0] * 8, 4))
+        server.by_request = False
+        by_counter = dict(server.decode(prompts, 0.0, [0] * 8, 4))
+        sampled = dict(server.decode(prompts, 1.0, range(8), 1))
+    accepted = [[one.accepted for one in by_answer[n].passes] for n in range(8)]
+    same = sum(accepted[n] == [one.accepted for one in ours[n]] for n in range(8))
+    print(same, accepted)
+    assert same >= 7  # a near tie of the draft's own may part one
+    for n in range(8):
+        assert by_counter[n].reply == by_answer[n].reply
+        assert sorted(one.accepted for one in by_counter[n].passes) == sorted(accepted[n])
+    assert sum(sampled[n].reply != by_answer[n].reply for n in range(8)) >= 4
 
 
 ROPES = {

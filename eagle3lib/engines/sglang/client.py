@@ -165,16 +165,26 @@ class SGLangEngine:
 
     # --- generation ----------------------------------------------------------------------------------
 
-    def decode_with_draft(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[Drafted]:
-        """Greedy replies (number of the prompt, reply ids, n) as they end; n[k]: verification passes that accepted k
-        drafts, as SGLang counts: the pass that ends a reply whole."""
-        sampling = self._sampling(max_new_tokens, self.target.eos_token_ids)
+    def decode_with_draft(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        seeds: Sequence[int] = (),
+        at_once: int | None = None,
+    ) -> Iterator[Drafted]:
+        """Replies (number of the prompt, reply ids, n) as they end; n[k]: verification passes that accepted k drafts,
+        as SGLang counts: the pass that ends a reply whole."""
+        sampling = self._sampling(max_new_tokens, self.target.eos_token_ids) | {"temperature": temperature}
 
         def answer(numbered: tuple[int, Sequence[int]]) -> Drafted:
-            got = self._reply(numbered[1], sampling)
-            return numbered[0], list(got["output_ids"]), list(got["meta_info"]["spec_correct_drafts_histogram"])
+            number, ids = numbered
+            own = {"sampling_seed": seeds[number] % 2**31} if temperature > 0 else {}
+            got = self._reply(ids, sampling | own)
+            # A reply of one token has seen no verification, and SGLang then says nothing of it.
+            return number, list(got["output_ids"]), list(got["meta_info"].get("spec_correct_drafts_histogram", []))
 
-        for future, _ in _in_flight(answer, enumerate(prompts), self.engine.requests_in_flight):
+        for future, _ in _in_flight(answer, enumerate(prompts), at_once or self.engine.requests_in_flight):
             yield future.result()
 
     def generate(
