@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 
 from eagle3lib import export, targets
 from eagle3lib.config import TargetConfig
-from eagle3lib.draft_model import DraftCache, DraftModel, DraftModelConfig, rotary_frequencies
+from eagle3lib.draft_model import NORMS, DraftModel, DraftModelConfig, rotary_frequencies
 from eagle3lib.errors import UserError
 from eagle3lib.replay import Accuracy, target_choice
 from eagle3lib.targets import TargetInfo
@@ -55,22 +55,8 @@ class Reading:
 
 
 class HeadWithoutNorm(DraftModel):
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden)
-
-
-class NormedChain(HeadWithoutNorm):
-    """What the next step reads is normed, as in EAGLE-3.1."""
-
-    def decode(self, input_ids: Tensor, hidden: Tensor, cache: DraftCache) -> Tensor:
-        return self.norm(super().decode(input_ids, hidden, cache))
-
-
-class NormedResidual(DraftModel):
-    """speculators' norm_before_residual."""
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        return super().finish(self.midlayer.hidden_norm(hidden), attended)
+    def logits(self, carried: Tensor) -> Tensor:
+        return self.lm_head(carried)
 
 
 def check(
@@ -139,11 +125,16 @@ def _readings(draft: Draft, target: TargetInfo) -> list[Reading]:
     rope = replace(rope, max_position_embeddings=target.max_position_embeddings)
     if not _same_rope(rope, draft.config):
         found.append(replace(given, about="RoPE: trained with the target's", config=rope))
-    found += [
-        replace(given, about="norm: trained without the one before the head", model=HeadWithoutNorm),
-        replace(given, about="norm: trained with a normed hidden state for the next step", model=NormedChain),
-        replace(given, about="norm: trained with the normed hidden state as residual", model=NormedResidual),
-    ]
+    if not draft.config.norm_output:
+        found.append(replace(given, about="norm: trained without the one before the head", model=HeadWithoutNorm))
+    for norm, what in (
+        ("norm_output", "a normed hidden state for the next step"),
+        ("norm_before_residual", "the normed hidden state as residual"),
+    ):
+        has = getattr(draft.config, norm)
+        flipped: dict[str, Any] = {norm: not has}
+        other = replace(draft.config, **flipped)
+        found.append(replace(given, about=f"norm: trained {'without' if has else 'with'} {what}", config=other))
     return found
 
 
@@ -230,9 +221,16 @@ def _shape(values: dict[str, Any], tensors: dict[str, Tensor], target: TargetInf
             rope_parameters=dict(read.rope_parameters or {}),
             hidden_act=read.hidden_act,
             num_aux_hidden_states=fc.shape[1] // target.hidden_size,
+            **_norms(values),
         )
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def _norms(values: dict[str, Any]) -> dict[str, bool]:
+    """Both engines look for norm_before_fc in eagle_config first."""
+    inner = values.get("eagle_config") or {}
+    return {name: bool(inner.get(name, values.get(name, False))) for name in NORMS}
 
 
 def _mapping(config: DraftModelConfig, d2t: Tensor | None, notes: list[str]) -> VocabMapping:

@@ -1,7 +1,9 @@
 """The finished draft as one folder that SGLang 0.5.23 and vLLM 0.32 both load.
 
-- `config.json`: a Llama config whose RoPE and `max_position_embeddings` are the target's.
+- `config.json`: a Llama config (latent attention: DeepSeek-V2's) whose RoPE and `max_position_embeddings` are the
+  target's. Norms beyond EAGLE-3's by the keys of `draft_model.NORMS`; SGLang reads all but norm_before_residual.
 - `model.safetensors`: `midlayer.*` (q, k, v take 2H), `fc.weight` [H, L*H], `norm.weight`, `lm_head.weight` [Vd, H];
+  `fc_norm.{i}.weight` [H] or `input_norm.weight` [L*H] where the variant has them;
   above `SHARD_BYTES` several files and `model.safetensors.index.json`, as transformers writes them.
 - `d2t` int64 [Vd] (offsets: target id = i + d2t[i]) and `t2d` bool [V]; left out when Vd == V.
 - `embed_tokens` is left out: both engines share the target's embedding with the draft.
@@ -26,16 +28,18 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoConfig
 
 from eagle3lib import __version__, targets
-from eagle3lib.draft_model import DraftModel, DraftModelConfig, rotary_frequencies
+from eagle3lib.draft_model import NORMS, DraftModel, DraftModelConfig, rotary_frequencies
 from eagle3lib.errors import UserError
 from eagle3lib.job import fsync_folder, write_json, write_text
 from eagle3lib.targets import TargetInfo
 from eagle3lib.vocab_mapping import VocabMapping
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+# Names of the architecture, and of the config's class in transformers. vLLM 0.32 takes a draft of type deepseek_v3 for
+# the target's own MTP layers; deepseek_v2 has the same attention and is let through.
+LLAMA, LATENT = ("LlamaForCausalLMEagle3", "llama"), ("Eagle3DeepseekV2ForCausalLM", "deepseek_v2")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MAP_NAMES = ("d2t", "t2d")
 CONFIG, WEIGHTS, INDEX, CARD_FILE = "config.json", "model.safetensors", "model.safetensors.index.json", "README.md"
@@ -83,14 +87,13 @@ def serving_config(
     """What `config.json` says."""
     rope = dict(config.rope_parameters)
     eos = target.eos_token_ids
-    values = {key: value for key, value in config.to_dict().items() if key != "variant"}
+    architecture, model_type = LATENT if config.latent else LLAMA
+    values = config.to_dict()
     values |= {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": model_type,
         "num_hidden_layers": 1,
         "target_hidden_size": target.hidden_size,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
@@ -139,7 +142,8 @@ def check_export(folder: str | os.PathLike, target: TargetInfo, aux_layer_ids: S
     config, _, values, _ = read_export(folder)
     _check_layer_ids(path, values, target, aux_layer_ids)
     for key, expected in {
-        "architectures": [ARCHITECTURE],
+        "architectures": [(LATENT if config.latent else LLAMA)[0]],
+        "model_type": (LATENT if config.latent else LLAMA)[1],
         "vocab_size": target.vocab_size,
         "target_hidden_size": target.hidden_size,
         "hidden_size": target.hidden_size,
@@ -257,7 +261,7 @@ def _check_layer_ids(
 
 def _check_rope(path: Path, config: DraftModelConfig, target: TargetInfo) -> None:
     """As we read the file, and as transformers (and so the engines) read it."""
-    as_read = LlamaConfig.from_pretrained(path.parent).rope_parameters
+    as_read = AutoConfig.from_pretrained(path.parent).rope_parameters
     wanted = replace(
         config, rope_parameters=target.rope_parameters, max_position_embeddings=target.max_position_embeddings
     )
@@ -425,6 +429,12 @@ def model_card(
         "draft vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens",
         "weights": f"{dtype}, one decoder layer of hidden size {config.hidden_size}",
     }
+    if config.latent:
+        facts["attention"] = "latent (MLA), of the target's sizes"
+    if config.variant != "eagle3":
+        facts["norms"] = ", ".join(name for name in NORMS if getattr(config, name))
+    if config.norm_before_residual:
+        facts["serving"] = "vLLM only: SGLang 0.5.23 does not read norm_before_residual"
     named = ("target_model", "lineage", "metrics", "name")
     facts |= {key: value for key, value in metadata.items() if key not in named}
     facts |= {name: _figure(value) for name, value in (metadata.get("metrics") or {}).items()}

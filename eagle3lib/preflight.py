@@ -200,4 +200,4 @@ def _trainer_of(job: Job, config: DraftModelConfig, mapping: VocabMapping) -> Tr
     model.init_from_target(embedding, head, mapping)
     settings = job.training
     dtype = getattr(torch, settings.compute_dtype)
-    return TrainingTimeTest(model, head, mapping, settings.ttt_steps, settings.step_decay, dtype)
+    return TrainingTimeTest(model, head, mapping, settings.ttt_steps, settings.step_decay, dtype, settings.loss)

@@ -203,7 +203,8 @@ class Trainer:
         self.parameters = self.model.trainable()
         training, head = job.training, targets.load_head(job.target).to(ranks.device)
         dtype = getattr(torch, training.compute_dtype)
-        self.test = TrainingTimeTest(self.model, head, mapping, training.ttt_steps, training.step_decay, dtype)
+        options = (training.ttt_steps, training.step_decay, dtype, training.loss)
+        self.test = TrainingTimeTest(self.model, head, mapping, *options)
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), betas=training.betas, weight_decay=training.weight_decay, fused=True
         )

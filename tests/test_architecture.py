@@ -11,7 +11,18 @@ PACKAGE = Path(__file__).parent.parent / "eagle3lib"
 LAYERS = [
     {"errors"},
     {"config", "job", "lineage", "processes", "leases"},
-    {"chat", "vocab_mapping", "draft_model", "training_time_test", "acceptance", "wheels", "gguf_target"},
+    {
+        "chat",
+        "vocab_mapping",
+        "norm",
+        "mla",
+        "draft_model",
+        "losses",
+        "training_time_test",
+        "acceptance",
+        "wheels",
+        "gguf_target",
+    },
     {"samples", "sources", "targets", "shards", "hidden_states", "checkpoint", "export", "gpus", "plots", "engines"},
     {"disk", "store", "ledger", "records", "verification"},
     {
