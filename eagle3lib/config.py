@@ -245,6 +245,19 @@ class TrainingConfig(Section):
     batch_tokens: int = Field(2048, ge=8, description="Tokens in one packed batch of one process.")
     compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="bfloat16 keeps fp32 masters.")
     seed: int = Field(0, description="Seed of initialisation and order.")
+    early_stopping_epochs: int | None = Field(
+        None,
+        ge=1,
+        description="End after so many epochs without a longer validation acceptance length; the draft is then that of "
+        "the best epoch, not of the last. null: all epochs.",
+    )
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
+        ["tensorboard"],
+        description="Where the curves are shown, beside metrics.jsonl; all but the first to be installed.",
+    )
+    tracker_project: str = Field(
+        "eagle3lib", min_length=1, description="wandb's and trackio's project, mlflow's experiment."
+    )
     checkpoint_minutes: float = Field(10, gt=0, description="At most so much training is lost by a crash.")
 
 

@@ -17,7 +17,8 @@ from typing import Any
 PACKAGE = "eagle3lib"
 # These decide what is asked for or how it is told, never a value that is computed.
 NOT_COMPUTING = {
-    f"{PACKAGE}.{name}" for name in ("config", "disk", "errors", "job", "ledger", "lineage", "processes", "store")
+    f"{PACKAGE}.{name}"
+    for name in ("config", "disk", "errors", "job", "ledger", "lineage", "processes", "store", "trackers")
 }
 # Of others: what they compute may differ from version to version.
 COMPUTING_PACKAGES = {"torch": ("torch",), "transformers": ("transformers", "tokenizers")}

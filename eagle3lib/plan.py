@@ -30,7 +30,7 @@ NOT_SHAPING = {
     "dataset": {"name", "conversations", "shard_size"},
     "regenerate": {"batch_size", "parts", "draft"},
     "draft": {"name"},
-    "training": {"gpus", "processes", "checkpoint_minutes"},
+    "training": {"gpus", "processes", "checkpoint_minutes", "trackers", "tracker_project"},
     "acceptance": {"prompts"},
     "target": {"name"},
 }

@@ -22,6 +22,8 @@ LAYERS = [
         "acceptance",
         "wheels",
         "gguf_target",
+        "trackers",
+        "early_stopping",
     },
     {"samples", "sources", "targets", "shards", "hidden_states", "checkpoint", "export", "gpus", "plots", "engines"},
     {"disk", "store", "ledger", "records", "verification"},
