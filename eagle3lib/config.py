@@ -207,6 +207,18 @@ class DraftConfig(Section):
     attention: Literal["gqa", "mla"] = Field(
         "gqa", description="mla: latent attention of the target's sizes (DeepSeek, Kimi); its KV cache is small."
     )
+    initial: str | None = Field(
+        None,
+        min_length=1,
+        description="Start from this draft of the same target: a folder, or a hub id (org/name) whose files are in the "
+        "cache. It dictates norms, attention, sizes, RoPE, aux layers (those of hidden_states.aux_layer_ids) and "
+        "vocabulary.",
+    )
+    initial_vocabulary: Literal["keep", "new"] = Field(
+        "keep",
+        description="With `initial`. new: a map of draft_vocab_size tokens from this dataset; tokens that the initial "
+        "draft knows keep their rows of its head.",
+    )
     initial_layer: Literal["target", "random"] = Field(
         "target", description="Start from the target's last layer, where shapes fit, or from random weights."
     )
@@ -214,6 +226,21 @@ class DraftConfig(Section):
     intermediate_size: int | None = Field(None, ge=1, description="Width of its MLP.")
     num_attention_heads: int | None = Field(None, ge=1, description="Its query heads.")
     num_key_value_heads: int | None = Field(None, ge=1, description="Its key/value heads.")
+
+    @model_validator(mode="after")
+    def _dictated_by_the_initial_draft(self) -> DraftConfig:
+        if self.initial is None:
+            if self.initial_vocabulary != "keep":
+                raise ValueError("initial_vocabulary: only with draft.initial; leave it out")
+            return self
+        dictated = ["variant", "attention", "initial_layer", "intermediate_size"]
+        dictated += ["num_attention_heads", "num_key_value_heads"]
+        dictated += ["draft_vocab_size"] if self.initial_vocabulary == "keep" else []
+        for name in dictated:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                more = ", or set draft.initial_vocabulary: new" if name == "draft_vocab_size" else ""
+                raise ValueError(f"{name}: draft.initial dictates it; leave it out{more}")
+        return self
 
     @model_validator(mode="after")
     def _served_by_an_engine(self) -> DraftConfig:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from eagle3lib import checkpoint, gpus, targets, trackers, training
+from eagle3lib import checkpoint, gpus, targets, trackers, training, warm_start
 from eagle3lib.disk import Disk, size
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
@@ -38,7 +38,7 @@ def check(job: Job, aux_layers: int, seen: dict[str, Any], disk: Disk) -> dict[s
     training.check_samples(job)
     check_imports()
     trackers.check(job.training.trackers)
-    config = DraftModelConfig.from_target(job.target, job.draft, aux_layers)
+    config = warm_start.model_config(job.draft, job.target, aux_layers, VocabMapping.load(job.mapping))
     forecast = memory(config, keeps_best=job.training.early_stopping_epochs is not None)
     gpus_used = check_gpus(job.training, seen, forecast["bytes_each"])
     coming = forecast["bytes_checkpoints"] - _bytes_of_checkpoints(job)

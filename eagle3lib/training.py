@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle3lib import __version__, checkpoint, targets, trackers
+from eagle3lib import __version__, checkpoint, targets, trackers, warm_start
 from eagle3lib.config import DraftConfig, TrainingConfig, plain
 from eagle3lib.disk import vanished
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
@@ -200,7 +200,7 @@ class Trainer:
         self.validation = [i for i, sample in enumerate(job.samples) if sample.split == "validation"]
         aux_states = len(load_sample(job.samples[0].path)["hidden_states"]) - 1
         self.documents = Documents(job.samples, aux_states)
-        self.model = self._initial_model(DraftModelConfig.from_target(job.target, job.draft, aux_states), mapping)
+        self.model = self._initial_model(warm_start.model_config(job.draft, job.target, aux_states, mapping), mapping)
         self.parameters = self.model.trainable()
         training, head = job.training, targets.load_head(job.target).to(ranks.device)
         dtype = getattr(torch, training.compute_dtype)
@@ -340,7 +340,10 @@ class Trainer:
             model = DraftModel(config)
         target = self.job.target
         model.init_from_target(targets.load_embedding(target), targets.load_head(target), mapping)
-        if self.job.draft.initial_layer == "target":
+        if self.job.draft.initial:
+            rows = warm_start.load_into(model, self.job.draft.initial, target, mapping)
+            print(f"initial weights out of {self.job.draft.initial}; {rows} of {len(mapping.d2t)} rows of its head")
+        elif self.job.draft.initial_layer == "target":
             done = model.init_layer_from_target(targets.load_norm(target), targets.load_last_layer(target))
             print(f"initial weights out of the target: {', '.join(done) or 'none fits'}")
         return model.to(self.ranks.device)
@@ -387,6 +390,7 @@ class Trainer:
         result = {
             "digest": self.job.digest,
             "draft_model": self.model.config.to_dict(),
+            "initial": warm_start.fingerprint(self.job.draft.initial) if self.job.draft.initial else None,
             "metrics": best.get("results", self.results),
             "train_samples": len(self.train),
             "validation_samples": len(self.validation),
