@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_evaluation import PROMPTS as TRAINED_ON
 from test_evaluation import export_trained_draft
 from transformers import AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 from workflow import ROOT, SMALL_DRAFT, continue_small
@@ -194,12 +195,11 @@ def without_norms(draft, folder):
 
 
 def served_and_measured(target, engine, drafts, folder):
-    """vLLM's runs without a draft and with each, and our own passes with each."""
-    prompts = torch.randint(32, (12, 12), generator=torch.Generator().manual_seed(0)).tolist()
-    cfg = AcceptanceConfig(prompts=["unused"], max_new_tokens=60, draft_steps=3)
-    job = vllm.Job.of(target, [None, *drafts], prompts, cfg)
+    """vLLM's runs without a draft and with each, and our own passes with each, on what the drafts have learnt."""
+    cfg = AcceptanceConfig(prompts=["unused"], max_new_tokens=20, draft_steps=3)
+    job = vllm.Job.of(target, [None, *drafts], TRAINED_ON, cfg)
     _, (without, *runs) = vllm.decode(job, folder, ROOT / vllm.PYTHON)
-    ours = [evaluation.passes_as_engines_count(draft, target, engine, prompts, cfg) for draft in drafts]
+    ours = [evaluation.passes_as_engines_count(draft, target, engine, TRAINED_ON, cfg) for draft in drafts]
     return without, runs, ours
 
 
@@ -213,27 +213,27 @@ def test_variants_are_served_as_they_were_trained(tmp_path):
     target, engine = random_target(tmp_path / "target", LlamaForCausalLM, config)
     drafts = []
     for name, norms in VARIANTS.items():
-        export_trained_draft(tmp_path / name, target, engine, steps=20, **norms)
+        export_trained_draft(tmp_path / name, target, engine, steps=40, **norms)
         drafts.append(tmp_path / name)
     silent = [without_norms(draft, tmp_path / f"{draft.name}-silent") for draft in drafts[1:]]
     without, runs, ours = served_and_measured(target, engine, [*drafts, *silent], tmp_path / "vllm")
     for name, run, own in zip(VARIANTS, runs, ours, strict=False):
         result = vllm.compare(without, run, own)
         print(name, result)
-        assert result["identical"] + result["near_ties"] == 12 and result["acceptance_length"] > 1.05
+        assert result["identical"] + result["near_ties"] == len(TRAINED_ON) and result["acceptance_length"] > 1.5
     for run, own in zip(runs[len(drafts) :], ours[1:], strict=False):  # each flag is read: without, another draft
         with pytest.raises(UserError, match="serves another draft"):
             vllm.compare(without, run, own)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rope_type", ["default", "yarn"])
-def test_latent_attention_is_served_as_it_was_trained(tmp_path, rope_type):
-    """A DeepSeek of dense layers; the sizes of the latent are the only ones that vLLM's CPU kernel takes."""
-    rope = {"rope_type": rope_type, "rope_theta": 10000.0}
-    if rope_type == "yarn":
-        rope |= {"factor": 8.0, "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 1.0}
-        rope |= {"beta_fast": 32.0, "beta_slow": 1.0}
+def test_latent_attention_is_served_as_it_was_trained(tmp_path):
+    """A DeepSeek of dense layers, with YaRN like all of them; vLLM's CPU kernel takes no other sizes of the latent.
+
+    Without YaRN vLLM 0.32 on a CPU answers otherwise than transformers, with a draft or without.
+    """
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+    rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
     sizes = {"q_lora_rank": 24, "kv_lora_rank": 512, "qk_nope_head_dim": 16, "qk_rope_head_dim": 64, "v_head_dim": 32}
     config = DeepseekV3Config(
         vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=2,
@@ -248,5 +248,5 @@ def test_latent_attention_is_served_as_it_was_trained(tmp_path, rope_type):
     without, runs, ours = served_and_measured(target, engine, drafts, tmp_path / "vllm")
     for run, own in zip(runs, ours, strict=True):
         result = vllm.compare(without, run, own)
-        print(rope_type, result)
-        assert result["identical"] + result["near_ties"] == 12 and result["acceptance_length"] > 1.05
+        print(result)
+        assert result["identical"] + result["near_ties"] == len(TRAINED_ON) and result["acceptance_length"] > 1.5
