@@ -205,7 +205,7 @@ def find_draft(entry: str) -> Path:
 def in_process(
     folder: str | os.PathLike, target: TargetInfo, engine: Any, cfg: AcceptanceConfig, say: Callable[[str], Any] = print
 ) -> InProcess:
-    """Any EAGLE-3 draft of this target (`diagnosis.read_draft`, whose notes are said) beside a loaded engine."""
+    """Any EAGLE-3 draft of this target (`foreign.read_draft`, whose notes are said) beside a loaded engine."""
     draft, mapping, layers, notes = diagnosis.load_draft(folder, target, getattr(torch, engine.dtype))
     for note in notes:
         say(f"{folder}: note: {note}")

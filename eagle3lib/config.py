@@ -199,7 +199,26 @@ class DraftConfig(Section):
     """The draft's shape; null means: as the target's."""
 
     name: Name = Field("draft", description="Short name of the draft; the folder beside the hidden states.")
-    variant: Literal["eagle3"] = Field("eagle3", description="Architecture.")
+    variant: Literal["eagle3", "eagle3.1", "speculators"] = Field(
+        "eagle3",
+        description="Which norms it has. eagle3.1: one for each aux state, and the next step reads a normed state. "
+        "speculators: as its trainer's drafts, which SGLang cannot serve.",
+    )
+    attention: Literal["gqa", "mla"] = Field(
+        "gqa", description="mla: latent attention of the target's sizes (DeepSeek, Kimi); its KV cache is small."
+    )
+    initial: str | None = Field(
+        None,
+        min_length=1,
+        description="Start from this draft of the same target: a folder, or a hub id (org/name) whose files are in the "
+        "cache. It dictates norms, attention, sizes, RoPE, aux layers (those of hidden_states.aux_layer_ids) and "
+        "vocabulary.",
+    )
+    initial_vocabulary: Literal["keep", "new"] = Field(
+        "keep",
+        description="With `initial`. new: a map of draft_vocab_size tokens from this dataset; tokens that the initial "
+        "draft knows keep their rows of its head.",
+    )
     initial_layer: Literal["target", "random"] = Field(
         "target", description="Start from the target's last layer, where shapes fit, or from random weights."
     )
@@ -208,6 +227,29 @@ class DraftConfig(Section):
     num_attention_heads: int | None = Field(None, ge=1, description="Its query heads.")
     num_key_value_heads: int | None = Field(None, ge=1, description="Its key/value heads.")
 
+    @model_validator(mode="after")
+    def _dictated_by_the_initial_draft(self) -> DraftConfig:
+        if self.initial is None:
+            if self.initial_vocabulary != "keep":
+                raise ValueError("initial_vocabulary: only with draft.initial; leave it out")
+            return self
+        dictated = ["variant", "attention", "initial_layer", "intermediate_size"]
+        dictated += ["num_attention_heads", "num_key_value_heads"]
+        dictated += ["draft_vocab_size"] if self.initial_vocabulary == "keep" else []
+        for name in dictated:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                more = ", or set draft.initial_vocabulary: new" if name == "draft_vocab_size" else ""
+                raise ValueError(f"{name}: draft.initial dictates it; leave it out{more}")
+        return self
+
+    @model_validator(mode="after")
+    def _served_by_an_engine(self) -> DraftConfig:
+        if self.attention == "mla" and self.variant == "speculators":
+            raise ValueError(
+                "variant: no engine serves speculators' norms with attention mla; choose eagle3.1 or eagle3"
+            )
+        return self
+
 
 class TrainingConfig(Section):
     """How the draft is trained."""
@@ -215,6 +257,11 @@ class TrainingConfig(Section):
     gpus: int = Field(0, ge=0, description="GPUs of the training job, one process each; 0: CPU.")
     processes: int = Field(1, ge=1, description="Processes when there is no GPU (torchrun with gloo above 1).")
     ttt_steps: int = Field(7, ge=1, le=16, description="Unrolled draft steps of the training-time test.")
+    loss: Literal["soft_ce", "kl", "lk"] = Field(
+        "soft_ce",
+        description="soft_ce: cross entropy with the target's distribution. kl: the same less the target's entropy, so "
+        "the same gradients. lk: the negative log of the acceptance rate (arXiv:2602.23881).",
+    )
     step_decay: float = Field(0.8, gt=0, le=1, description="Weight of step i in the loss: step_decay ** i.")
     epochs: int = Field(5, ge=1, description="Passes over the training samples.")
     learning_rate: float = Field(1e-4, gt=0, description="Peak of the cosine schedule.")
@@ -225,6 +272,19 @@ class TrainingConfig(Section):
     batch_tokens: int = Field(2048, ge=8, description="Tokens in one packed batch of one process.")
     compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="bfloat16 keeps fp32 masters.")
     seed: int = Field(0, description="Seed of initialisation and order.")
+    early_stopping_epochs: int | None = Field(
+        None,
+        ge=1,
+        description="End after so many epochs without a longer validation acceptance length; the draft is then that of "
+        "the best epoch, not of the last. null: all epochs.",
+    )
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
+        ["tensorboard"],
+        description="Where the curves are shown, beside metrics.jsonl; all but the first to be installed.",
+    )
+    tracker_project: str = Field(
+        "eagle3lib", min_length=1, description="wandb's and trackio's project, mlflow's experiment."
+    )
     checkpoint_minutes: float = Field(10, gt=0, description="At most so much training is lost by a crash.")
 
 
@@ -306,6 +366,11 @@ class RunConfig(Section):
             raise ValueError(
                 "regenerate.draft: only SGLang on GPUs decodes with a draft; set engine.name: sglang and engine.gpus, "
                 "or leave it out"
+            )
+        if self.draft.variant == "speculators" and self.engine.name == "sglang" and self.engine.gpus:
+            raise ValueError(
+                "draft.variant: speculators has a norm that SGLang does not read, and engine.name: sglang on GPUs "
+                "decodes with the draft; choose another variant"
             )
         if self.training.batch_tokens < self.dataset.max_tokens:
             raise ValueError(

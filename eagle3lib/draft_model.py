@@ -3,7 +3,8 @@
 Departures from a plain Llama layer: the query, key and value projections read
 2H ([norm of the token's embedding; norm of the hidden state]), the residual is
 the hidden state without its norm, and what the next draft step reads is the
-layer's output without the final norm (EAGLE-3, arXiv:2503.01840).
+layer's output without the final norm (EAGLE-3, arXiv:2503.01840). `VARIANTS` have
+more norms; the attention may be a latent one (`eagle3lib.mla`).
 
 The layer is written as its parts (`mix`, `query`, `key_value`, `finish`), because
 training and serving differ in exactly one thing: what attends to what.
@@ -16,24 +17,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eagle3lib import mla
 from eagle3lib.errors import UserError
+from eagle3lib.norm import RMSNorm
 from eagle3lib.vocab_mapping import VocabMapping
 
 if TYPE_CHECKING:
     from eagle3lib.config import DraftConfig
 
+# The norms of each `draft.variant`, by the keys that SGLang and vLLM read. EAGLE-3.1: arXiv:2605.09992; speculators:
+# what its trainer (0.9) makes unasked.
+VARIANTS: dict[str, dict[str, bool]] = {
+    "eagle3": {},
+    "eagle3.1": {"fc_norm": True, "norm_output": True},
+    "speculators": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+}
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 KNOWN_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
 @dataclass(frozen=True)
 class DraftModelConfig:
-    """The draft's shape in plain values; field names as in a HF Llama config."""
+    """The draft's shape in plain values; names as in the HF configs of Llama and DeepSeek-V2, and as engines read them.
+
+    norm_before_residual: the residual is the hidden state with its norm. norm_before_fc: one norm over all aux states
+    together; fc_norm: one for each. norm_output: what the next step reads has the final norm.
+    With latent attention all of `mla.SIZES` are set, and head_dim is qk_rope_head_dim.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -47,7 +64,15 @@ class DraftModelConfig:
     rope_parameters: dict[str, Any]
     hidden_act: str = "silu"
     num_aux_hidden_states: int = 3
-    variant: str = "eagle3"
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -65,16 +90,33 @@ class DraftModelConfig:
                 f"target.model: rope_type {self.rope_parameters['rope_type']!r} is not supported; "
                 f"known: {', '.join(KNOWN_ROPE_TYPES)}"
             )
+        if self.latent and self.rope_parameters.get("rope_type", "default") not in mla.KNOWN_ROPE_TYPES:
+            raise UserError(
+                f"draft.attention: mla with rope_type {self.rope_parameters['rope_type']!r} is not what engines "
+                f"compute; known: {', '.join(mla.KNOWN_ROPE_TYPES)}; set it to gqa"
+            )
+
+    @property
+    def latent(self) -> bool:
+        return self.kv_lora_rank is not None
+
+    @property
+    def variant(self) -> str:
+        """The name of its norms in `VARIANTS`; `own` where another trainer mixed them otherwise."""
+        mine = {name: True for name in NORMS if getattr(self, name)}
+        return next((name for name, norms in VARIANTS.items() if norms == mine), "own")
 
     @classmethod
     def from_target(cls, info: Any, draft: DraftConfig, num_aux_hidden_states: int = 3) -> DraftModelConfig:
         """As the target (a `targets.TargetInfo`) where `draft` says null; head size and RoPE always."""
+        heads = draft.num_attention_heads or info.num_attention_heads
+        latent = _latent_sizes(info) if draft.attention == "mla" else {}
         return cls(
             hidden_size=info.hidden_size,
             intermediate_size=draft.intermediate_size or info.intermediate_size,
-            num_attention_heads=draft.num_attention_heads or info.num_attention_heads,
-            num_key_value_heads=draft.num_key_value_heads or info.num_key_value_heads,
-            head_dim=info.head_dim,
+            num_attention_heads=heads,
+            num_key_value_heads=heads if latent else draft.num_key_value_heads or info.num_key_value_heads,
+            head_dim=latent.get("qk_rope_head_dim", info.head_dim),
             vocab_size=info.vocab_size,
             draft_vocab_size=draft.draft_vocab_size,
             rms_norm_eps=info.rms_norm_eps,
@@ -82,16 +124,28 @@ class DraftModelConfig:
             rope_parameters=dict(info.rope_parameters),
             hidden_act=info.hidden_act,
             num_aux_hidden_states=num_aux_hidden_states,
-            variant=draft.variant,
+            **VARIANTS[draft.variant],
+            **latent,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DraftModelConfig:
         """The inverse of `to_dict`; keys of others are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+
+
+def _latent_sizes(info: Any) -> dict[str, Any]:
+    """`mla.SIZES` of a target that has them all; SGLang takes no draft without q_lora_rank."""
+    sizes = info.latent_attention or {}
+    if missing := [name for name in mla.SIZES if not sizes.get(name)]:
+        raise UserError(
+            f"draft.attention: mla needs a target with latent attention (DeepSeek's, Kimi); this {info.model_type} has "
+            f"no {missing[0]}; set it to gqa"
+        )
+    return {name: sizes[name] for name in mla.SIZES}
 
 
 def rotary_frequencies(config: DraftModelConfig) -> tuple[Tensor, float]:
@@ -117,25 +171,9 @@ def rotary_frequencies(config: DraftModelConfig) -> tuple[Tensor, float]:
     return inv_freq, float(scaling)
 
 
-# Ours in `midlayer.` -> the target's. The hidden state goes through what was the layer's input norm.
-_LAYER_NAMES = {
-    **{f"self_attn.{n}_proj.weight": f"self_attn.{n}_proj.weight" for n in "qkvo"},
-    **{f"mlp.{n}_proj.weight": f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")},
-    "hidden_norm.weight": "input_layernorm.weight",
-    "post_attention_layernorm.weight": "post_attention_layernorm.weight",
-}
-
-
-class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight, in fp32, returned in x's dtype."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+# Ours in `midlayer.` -> the target's, where it differs. The hidden state goes through what was the layer's input norm.
+_NAMES_IN_TARGET = {"hidden_norm.weight": "input_layernorm.weight", "input_layernorm.weight": None}
+_READ_BOTH = tuple(f"self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"))
 
 
 class Attention(nn.Module):
@@ -149,6 +187,17 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.head_dim = config.head_dim
+
+    def query(self, mixed: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
+        """[..., 2H] -> [..., heads, D]."""
+        return rotate(self.q_proj(mixed).unflatten(-1, (-1, self.head_dim)))
+
+    def key_value(self, mixed: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """[..., 2H] -> [..., KV heads, D] each."""
+        k = self.k_proj(mixed).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(mixed).unflatten(-1, (-1, self.head_dim))
+        return rotate(k), v
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -174,7 +223,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, config: DraftModelConfig):
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = mla.LatentAttention(config) if config.latent else Attention(config)
         self.mlp = MLP(config)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -182,7 +231,7 @@ class DecoderLayer(nn.Module):
 
 
 class DraftCache:
-    """Keys and values of the slots so far: k, v [B, KV, S, D]. Slot j has RoPE position j."""
+    """Keys and values of the slots so far: k, v [B, KV, S, D] (v's D may differ). Slot j has RoPE position j."""
 
     def __init__(self) -> None:
         self.k: Tensor | None = None
@@ -212,7 +261,12 @@ class DraftModel(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(False)
-        self.fc = nn.Linear(config.num_aux_hidden_states * config.hidden_size, config.hidden_size, bias=False)
+        aux = config.num_aux_hidden_states
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(aux * config.hidden_size, config.rms_norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(aux))
+        self.fc = nn.Linear(aux * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = DecoderLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -236,9 +290,9 @@ class DraftModel(nn.Module):
         """
         size = self.config.hidden_size
         done = []
-        for ours, theirs in _LAYER_NAMES.items():
-            weight, source = self.get_parameter(f"midlayer.{ours}"), layer.get(theirs)
-            columns = slice(size, None) if ours.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) else ...
+        for ours, weight in self.midlayer.named_parameters():
+            source = layer.get(_NAMES_IN_TARGET.get(ours, ours) or "")
+            columns = slice(size, None) if ours in _READ_BOTH else ...
             if source is None or weight[..., columns].shape != source.shape:
                 continue
             if columns is not ...:
@@ -258,7 +312,13 @@ class DraftModel(nn.Module):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Aux states [..., L*H], ascending layers -> the first hidden state [..., H]."""
-        return self.fc(aux.to(self.fc.weight.dtype))
+        aux = aux.to(self.fc.weight.dtype)
+        if self.config.norm_before_fc:
+            aux = self.input_norm(aux)
+        if self.config.fc_norm:
+            chunks = aux.chunk(len(self.fc_norm), dim=-1)
+            aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(aux)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[...] -> [..., H] in the draft's dtype."""
@@ -270,25 +330,27 @@ class DraftModel(nn.Module):
         return torch.cat([layer.input_layernorm(embeddings).to(hidden.dtype), layer.hidden_norm(hidden)], dim=-1)
 
     def query(self, mixed: Tensor, positions: Tensor) -> Tensor:
-        """[..., 2H], positions [...] -> rotated queries [..., heads, D]."""
-        q = self.midlayer.self_attn.q_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
-        return self._rotate(q, positions)
+        """[..., 2H], positions [...] -> queries [..., heads, D], rotated."""
+        return self.midlayer.self_attn.query(mixed, partial(self._rotate, positions=positions))
 
     def key_value(self, mixed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[..., 2H], positions [...] -> rotated keys and values, [..., KV heads, D] each."""
-        k = self.midlayer.self_attn.k_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
-        v = self.midlayer.self_attn.v_proj(mixed).unflatten(-1, (-1, self.config.head_dim))
-        return self._rotate(k, positions), v
+        return self.midlayer.self_attn.key_value(mixed, partial(self._rotate, positions=positions))
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Residual hidden [..., H] and attention's output [..., heads, D] -> the layer's output [..., H], un-normed."""
+        """Hidden state [..., H] and attention's output [..., heads, D] -> the layer's output [..., H], un-normed."""
         layer = self.midlayer
-        after = hidden + layer.self_attn.o_proj(attended.flatten(-2))
+        residual = layer.hidden_norm(hidden) if self.config.norm_before_residual else hidden
+        after = residual + layer.self_attn.o_proj(attended.flatten(-2))
         return after + layer.mlp(layer.post_attention_layernorm(after))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The layer's output [..., H] -> logits over the draft vocabulary [..., Vd]."""
-        return self.lm_head(self.norm(hidden))
+    def carry(self, hidden: Tensor) -> Tensor:
+        """The layer's output [..., H] -> what the next step reads."""
+        return self.norm(hidden) if self.config.norm_output else hidden
+
+    def logits(self, carried: Tensor) -> Tensor:
+        """What the next step reads [..., H] -> logits over the draft vocabulary [..., Vd]."""
+        return self.lm_head(carried if self.config.norm_output else self.norm(carried))
 
     def decode(self, input_ids: Tensor, hidden: Tensor, cache: DraftCache) -> Tensor:
         """Serving: run T more slots through the layer and keep their keys and values in `cache`.
@@ -305,7 +367,7 @@ class DraftModel(nn.Module):
         # The last query sees every key; query t sees those up to its own.
         mask = torch.ones(tokens, k.shape[2], dtype=torch.bool, device=k.device).tril(k.shape[2] - tokens)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return self.finish(hidden, attended.transpose(1, 2))
+        return self.carry(self.finish(hidden, attended.transpose(1, 2)))
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """RoPE in the halves convention of HF Llama on the first rotary dimensions of x [..., heads, D]."""

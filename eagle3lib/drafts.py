@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from eagle3lib import ledger, shards, training
+from eagle3lib import ledger, shards, training, warm_start
 from eagle3lib.config import RunConfig
 from eagle3lib.job import file_lock, write_json
 from eagle3lib.lineage import digest, file_sha256
@@ -33,10 +33,12 @@ def of(job: Any, run: RunConfig) -> tuple[Job, dict[str, Any]]:
     """The training that a script's `job` is about, and all that shapes it: params.shaping and the dataset."""
     table = pd.read_parquet(job.input.table)
     shaping, dataset = job.params.shaping, shards.dataset_digest(table)
+    target = TargetInfo.read(job.input.target)
+    warm_start.check(run.draft, target, shaping["key"]["aux_layer_ids"], shaping.get("initial"))
     identity = digest([dataset, file_sha256(job.input.mapping), shaping], 32)
     training_job = Job(
         samples_of(table, Path(job.input.table).parent / "hidden_states"),
-        target=TargetInfo.read(job.input.target),
+        target=target,
         draft=run.draft,
         training=run.training,
         mapping=job.input.mapping,

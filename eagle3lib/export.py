@@ -1,7 +1,9 @@
 """The finished draft as one folder that SGLang 0.5.23 and vLLM 0.32 both load.
 
-- `config.json`: a Llama config whose RoPE and `max_position_embeddings` are the target's.
+- `config.json`: a Llama config (latent attention: DeepSeek-V2's) whose RoPE and `max_position_embeddings` are the
+  target's. Norms beyond EAGLE-3's by the keys of `draft_model.NORMS`; SGLang reads all but norm_before_residual.
 - `model.safetensors`: `midlayer.*` (q, k, v take 2H), `fc.weight` [H, L*H], `norm.weight`, `lm_head.weight` [Vd, H];
+  `fc_norm.{i}.weight` [H] or `input_norm.weight` [L*H] where the variant has them;
   above `SHARD_BYTES` several files and `model.safetensors.index.json`, as transformers writes them.
 - `d2t` int64 [Vd] (offsets: target id = i + d2t[i]) and `t2d` bool [V]; left out when Vd == V.
 - `embed_tokens` is left out: both engines share the target's embedding with the draft.
@@ -26,17 +28,20 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoConfig
 
 from eagle3lib import __version__, targets
-from eagle3lib.draft_model import DraftModel, DraftModelConfig, rotary_frequencies
+from eagle3lib.draft_model import NORMS, DraftModel, DraftModelConfig, rotary_frequencies
 from eagle3lib.errors import UserError
 from eagle3lib.job import fsync_folder, write_json, write_text
 from eagle3lib.targets import TargetInfo
 from eagle3lib.vocab_mapping import VocabMapping
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+# Names of the architecture, and of the config's class in transformers. vLLM 0.32 takes a draft of type deepseek_v3 for
+# the target's own MTP layers; deepseek_v2 has the same attention and is let through.
+LLAMA, LATENT = ("LlamaForCausalLMEagle3", "llama"), ("Eagle3DeepseekV2ForCausalLM", "deepseek_v2")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+LIKE_DEEPSEEK = ("deepseek", "kimi")
 MAP_NAMES = ("d2t", "t2d")
 CONFIG, WEIGHTS, INDEX, CARD_FILE = "config.json", "model.safetensors", "model.safetensors.index.json", "README.md"
 SHARD_BYTES = 5 * 10**9  # the hub's own limit for a file that loads well
@@ -83,14 +88,13 @@ def serving_config(
     """What `config.json` says."""
     rope = dict(config.rope_parameters)
     eos = target.eos_token_ids
-    values = {key: value for key, value in config.to_dict().items() if key != "variant"}
+    architecture, model_type = LATENT if config.latent else LLAMA
+    values = config.to_dict()
     values |= {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": model_type,
         "num_hidden_layers": 1,
         "target_hidden_size": target.hidden_size,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
@@ -110,6 +114,8 @@ def serving_config(
             "lineage": metadata.get("lineage"),
         },
     }
+    if metadata.get("initial"):
+        values["eagle3lib"]["initial"] = metadata["initial"]
     return values
 
 
@@ -119,7 +125,7 @@ def sglang_layer_ids(aux_layer_ids: Sequence[int], model_type: str) -> list[int]
     Its deepseek_v2 model (Kimi too) adds one only when the first id it reads is 1
     (sglang#25454); a first id of ours that is 1 cannot be said to it.
     """
-    if not model_type.startswith(("deepseek", "kimi")) or aux_layer_ids[0] == 2:
+    if not model_type.startswith(LIKE_DEEPSEEK) or aux_layer_ids[0] == 2:
         return [k - 1 for k in aux_layer_ids]
     if aux_layer_ids[0] == 1:
         raise UserError(
@@ -129,26 +135,36 @@ def sglang_layer_ids(aux_layer_ids: Sequence[int], model_type: str) -> list[int]
     return list(aux_layer_ids)
 
 
+def from_sglang_layer_ids(ids: Sequence[int], model_type: str) -> list[int]:
+    """The inverse of `sglang_layer_ids`."""
+    if model_type.startswith(LIKE_DEEPSEEK) and ids[0] != 1:
+        return list(ids)
+    return [k + 1 for k in ids]
+
+
 def check_export(folder: str | os.PathLike, target: TargetInfo, aux_layer_ids: Sequence[int] | None = None) -> None:
     """Read an exported folder back and hold it against its target; raises UserError naming file and key.
 
     Checked: names, shapes and finiteness of the weights, the vocabulary map, both conventions
-    of the layer ids, sizes, `max_position_embeddings` and the RoPE frequencies of the target.
+    of the layer ids, sizes, `max_position_embeddings` and the RoPE frequencies of the target (those of a draft that
+    started from another one may be its own).
     """
     path = Path(folder) / CONFIG
     config, _, values, _ = read_export(folder)
     _check_layer_ids(path, values, target, aux_layer_ids)
+    warm = bool((values.get("eagle3lib") or {}).get("initial"))
     for key, expected in {
-        "architectures": [ARCHITECTURE],
+        "architectures": [(LATENT if config.latent else LLAMA)[0]],
+        "model_type": (LATENT if config.latent else LLAMA)[1],
         "vocab_size": target.vocab_size,
         "target_hidden_size": target.hidden_size,
         "hidden_size": target.hidden_size,
-        "max_position_embeddings": target.max_position_embeddings,
+        "max_position_embeddings": config.max_position_embeddings if warm else target.max_position_embeddings,
         "num_aux_hidden_states": len(values[LAYER_IDS]),
         "tie_word_embeddings": False,
     }.items():
         _check_key(path, key, values.get(key), expected)
-    _check_rope(path, config, target)
+    _check_rope(path, config, config if warm else target)
 
 
 def read_export(
@@ -255,9 +271,9 @@ def _check_layer_ids(
     _check_key(path, f"eagle_config.{LAYER_IDS}", inner, sglang_layer_ids(ids, target.model_type))
 
 
-def _check_rope(path: Path, config: DraftModelConfig, target: TargetInfo) -> None:
-    """As we read the file, and as transformers (and so the engines) read it."""
-    as_read = LlamaConfig.from_pretrained(path.parent).rope_parameters
+def _check_rope(path: Path, config: DraftModelConfig, target: TargetInfo | DraftModelConfig) -> None:
+    """As we read the file, and as transformers (and so the engines) read it; a warm-started draft's is its own."""
+    as_read = AutoConfig.from_pretrained(path.parent).rope_parameters
     wanted = replace(
         config, rope_parameters=target.rope_parameters, max_position_embeddings=target.max_position_embeddings
     )
@@ -425,7 +441,15 @@ def model_card(
         "draft vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens",
         "weights": f"{dtype}, one decoder layer of hidden size {config.hidden_size}",
     }
-    named = ("target_model", "lineage", "metrics", "name")
+    if metadata.get("initial"):
+        facts["started from"] = f"a draft whose files digest to `{metadata['initial']}`"
+    if config.latent:
+        facts["attention"] = "latent (MLA), of the target's sizes"
+    if config.variant != "eagle3":
+        facts["norms"] = ", ".join(name for name in NORMS if getattr(config, name))
+    if config.norm_before_residual:
+        facts["serving"] = "vLLM only: SGLang 0.5.23 does not read norm_before_residual"
+    named = ("target_model", "lineage", "metrics", "name", "initial")
     facts |= {key: value for key, value in metadata.items() if key not in named}
     facts |= {name: _figure(value) for name, value in (metadata.get("metrics") or {}).items()}
     return CARD.format(

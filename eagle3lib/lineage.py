@@ -18,7 +18,10 @@ PACKAGE = "eagle3lib"
 # These decide what is asked for or how it is told, never a value that is computed.
 NOT_COMPUTING = {
     f"{PACKAGE}.{name}"
-    for name in ("config", "disk", "errors", "job", "ledger", "lineage", "plan", "processes", "store")
+    for name in (
+        *("config", "disk", "errors", "job", "ledger", "lineage", "plan", "processes", "store"),
+        *("trackers", "warm_start"),
+    )
 }
 # Of others: what they compute may differ from version to version.
 COMPUTING_PACKAGES = {"torch": ("torch",), "transformers": ("transformers", "tokenizers")}

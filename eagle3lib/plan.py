@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lib import config as settings
-from eagle3lib import engines, hidden_states, question_sets, shards, sources, targets
+from eagle3lib import engines, hidden_states, question_sets, shards, sources, targets, warm_start
 from eagle3lib.config import RunConfig, plain
 from eagle3lib.errors import UserError
 from eagle3lib.lineage import code, versions
@@ -29,8 +29,8 @@ SOURCES = RESULTS / "store" / "sources"
 NOT_SHAPING = {
     "dataset": {"name", "conversations", "shard_size"},
     "regenerate": {"batch_size", "parts", "draft"},
-    "draft": {"name"},
-    "training": {"gpus", "processes", "checkpoint_minutes"},
+    "draft": {"name", "initial"},
+    "training": {"gpus", "processes", "checkpoint_minutes", "trackers", "tracker_project"},
     "acceptance": {"prompts", "sets", "drafts"},
     "target": {"name"},
 }
@@ -52,6 +52,12 @@ class Run:
             compute_dtype=self.cfg.engine.compute_dtype,
             storage_format=self.cfg.hidden_states.storage_format,
         )
+
+    @functools.cached_property
+    def initial(self) -> str | None:
+        """What `draft.initial` is: a digest of its files."""
+        initial = self.cfg.draft.initial
+        return warm_start.fingerprint(initial, STORE / "fingerprints") if initial else None
 
     @property
     def names(self) -> dict[str, str]:
@@ -86,13 +92,23 @@ class Run:
 
     def draft_shaping(self) -> dict[str, Any]:
         """All that decides a draft, beside its samples."""
+        # Reading others' drafts computes something only where there is one.
+        modules = ["eagle3lib.training", *(["eagle3lib.foreign"] if self.initial else [])]
         return {
             "key": self.key.values(),
             "draft": self.shaping("draft"),
             "training": self.shaping("training"),
-            "code": code("eagle3lib.training"),
-            "versions": versions("eagle3lib.training"),
+            "code": code(*modules),
+            "versions": versions(*modules),
+            **({"initial": self.initial} if self.initial else {}),
         }
+
+    def vocabulary_shaping(self) -> dict[str, Any]:
+        """All that decides the draft's vocabulary, beside the samples."""
+        draft = self.cfg.draft
+        if draft.initial and draft.initial_vocabulary == "keep":
+            return {"initial": self.initial}
+        return {"draft_vocab_size": draft.draft_vocab_size}
 
     def code(self, *modules: str) -> str:
         """Digest of `modules` and of the configured engine's."""
@@ -116,6 +132,9 @@ class Plan:
         for run in self.runs:
             _ = run.key  # wrong aux ids are a fault of the configuration: say so before anything runs
             question_sets.parse(run.cfg.acceptance.sets)
+            if run.cfg.draft.initial:
+                _ = run.initial
+                warm_start.check_layer_ids(run.cfg.draft.initial, run.key.aux_layer_ids)
 
     @property
     def shard_size(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from eagle3lib import checkpoint, gpus, targets, training
+from eagle3lib import checkpoint, gpus, targets, trackers, training, warm_start
 from eagle3lib.disk import Disk, size
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
@@ -26,7 +26,7 @@ from eagle3lib.vocab_mapping import VocabMapping
 
 NARROW_ELEMENTS = 2**25  # of a vocabulary times a width: 128 MiB in fp32
 NARROW_MLP = 256
-IMPORTED_LATE = ("torch.utils.tensorboard", "safetensors.torch")
+IMPORTED_LATE = ("safetensors.torch",)
 BF16_CAPABILITY = (8, 0)  # of CUDA; older devices emulate it
 
 
@@ -37,8 +37,9 @@ def check(job: Job, aux_layers: int, seen: dict[str, Any], disk: Disk) -> dict[s
     """
     training.check_samples(job)
     check_imports()
-    config = DraftModelConfig.from_target(job.target, job.draft, aux_layers)
-    forecast = memory(config)
+    trackers.check(job.training.trackers)
+    config = warm_start.model_config(job.draft, job.target, aux_layers, VocabMapping.load(job.mapping))
+    forecast = memory(config, keeps_best=job.training.early_stopping_epochs is not None)
     gpus_used = check_gpus(job.training, seen, forecast["bytes_each"])
     coming = forecast["bytes_checkpoints"] - _bytes_of_checkpoints(job)
     disk.check_room(max(coming, 0))
@@ -63,11 +64,12 @@ def check_imports() -> None:
             ) from None
 
 
-def memory(config: DraftModelConfig) -> dict[str, int]:
+def memory(config: DraftModelConfig, keeps_best: bool = False) -> dict[str, int]:
     """Parameters and bytes of a draft of this shape; nothing is allocated.
 
     `bytes_each`: on each GPU, without activations: fp32 weights, gradients, two moments of AdamW, the frozen embedding
-    and the target's head. `bytes_checkpoints`: the two that are kept, the next one while it is written, the result.
+    and the target's head. `bytes_checkpoints`: the two that are kept, the next one while it is written, the result;
+    `keeps_best`: the best epoch's weights in each of them too.
     """
     with torch.device("meta"):
         model = DraftModel(config)
@@ -76,7 +78,7 @@ def memory(config: DraftModelConfig) -> dict[str, int]:
     return {
         "parameters": parameters,
         "bytes_each": 4 * (4 * parameters + model.embed_tokens.weight.numel() + heads),
-        "bytes_checkpoints": 4 * (3 * parameters * (checkpoint.KEEP + 1) + parameters),
+        "bytes_checkpoints": 4 * ((3 + keeps_best) * parameters * (checkpoint.KEEP + 1) + parameters),
     }
 
 
@@ -200,4 +202,4 @@ def _trainer_of(job: Job, config: DraftModelConfig, mapping: VocabMapping) -> Tr
     model.init_from_target(embedding, head, mapping)
     settings = job.training
     dtype = getattr(torch, settings.compute_dtype)
-    return TrainingTimeTest(model, head, mapping, settings.ttt_steps, settings.step_decay, dtype)
+    return TrainingTimeTest(model, head, mapping, settings.ttt_steps, settings.step_decay, dtype, settings.loss)

@@ -10,6 +10,7 @@ Shape letters: T tokens, H hidden, V vocabulary, L aux layers, K draft steps.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,7 +137,8 @@ def trained_accuracy(job: Job, samples: Sequence[Sample]) -> dict[str, Any]:
     """`training_time_test.summarise` of the finished training's weights on these samples' stored states."""
     tensors = load_file(Path(job.folder) / "model.safetensors")
     aux_states = len(load_sample(samples[0].path)["hidden_states"]) - 1
-    model = DraftModel(DraftModelConfig.from_target(job.target, job.draft, aux_states))
+    record = json.loads((Path(job.folder) / "training.json").read_text(encoding="utf-8"))
+    model = DraftModel(DraftModelConfig.from_dict(record["draft_model"]))
     model.load_state_dict(tensors | {"embed_tokens.weight": targets.load_embedding(job.target)})
     head, mapping, training = targets.load_head(job.target), VocabMapping.load(job.mapping), job.training
     test = TrainingTimeTest(model, head, mapping, training.ttt_steps, training.step_decay)

@@ -238,6 +238,7 @@ class TargetInfo:
     tie_word_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: list[int]
+    latent_attention: dict[str, int] | None = None  # by `mla.SIZES`
 
     @staticmethod
     def read(path: str | os.PathLike) -> TargetInfo:
@@ -278,7 +279,16 @@ def load_info(folder: str | os.PathLike, fingerprint: str = UNKNOWN, trust_remot
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         bos_token_id=config.bos_token_id,
         eos_token_ids=eos,
+        latent_attention=_latent_attention(config),
     )
+
+
+def _latent_attention(config: Any) -> dict[str, Any] | None:
+    from eagle3lib.mla import SIZES
+
+    if getattr(config, "kv_lora_rank", None) is None:
+        return None
+    return {name: getattr(config, name, None) for name in SIZES}
 
 
 def _eos_token_ids(folder: Path, config: Any) -> list[int]:

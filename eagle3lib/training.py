@@ -9,12 +9,11 @@ tokens seen), random state, metrics file. Order and packing of an epoch depend o
 and epoch only.
 
 In `folder`: `model.safetensors` (by the names of `DraftModel.trainable()`, fp32), `training.json`,
-`metrics.jsonl`, `tensorboard/`, and `checkpoints/` until the training is finished.
+`metrics.jsonl`, `tensorboard/` (or what `training.trackers` leave), and `checkpoints/` until the training is finished.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -34,10 +33,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle3lib import __version__, checkpoint, targets
+from eagle3lib import __version__, checkpoint, targets, trackers, warm_start
 from eagle3lib.config import DraftConfig, TrainingConfig, plain
 from eagle3lib.disk import vanished
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
+from eagle3lib.early_stopping import Best
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import load_sample
 from eagle3lib.job import Progress, atomic_write, file_lock, write_json
@@ -98,6 +98,7 @@ def train(job: Job, stop: Callable[[int], bool] | None = None) -> dict[str, Any]
     finished = result_of(job)
     if finished:
         return finished
+    trackers.check(job.training.trackers)
     ranks = Ranks.join(job.training)
     if stop is not None:
         return Trainer(job, ranks, stop).run()
@@ -199,11 +200,12 @@ class Trainer:
         self.validation = [i for i, sample in enumerate(job.samples) if sample.split == "validation"]
         aux_states = len(load_sample(job.samples[0].path)["hidden_states"]) - 1
         self.documents = Documents(job.samples, aux_states)
-        self.model = self._initial_model(DraftModelConfig.from_target(job.target, job.draft, aux_states), mapping)
+        self.model = self._initial_model(warm_start.model_config(job.draft, job.target, aux_states, mapping), mapping)
         self.parameters = self.model.trainable()
         training, head = job.training, targets.load_head(job.target).to(ranks.device)
         dtype = getattr(torch, training.compute_dtype)
-        self.test = TrainingTimeTest(self.model, head, mapping, training.ttt_steps, training.step_decay, dtype)
+        options = (training.ttt_steps, training.step_decay, dtype, training.loss)
+        self.test = TrainingTimeTest(self.model, head, mapping, *options)
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), betas=training.betas, weight_decay=training.weight_decay, fused=True
         )
@@ -212,15 +214,16 @@ class Trainer:
         self.seconds_before = self.waited = 0.0  # waited: for documents, since this process began
         self.epoch_sums = self._no_sums()
         self.results: dict[str, Any] = {}
+        self.best = Best(training.early_stopping_epochs)
 
     def run(self) -> dict[str, Any]:
         self.started = self.saved_at = time.monotonic()
-        with Log(self.folder, self.ranks.rank == 0) as self.log, readers() as self.readers:
+        with Log(self.job, self.ranks.rank == 0) as self.log, readers() as self.readers:
             self._resume()
             self.progress = Progress(self.total_tokens, "tokens", "train_draft_model")
             self.progress.start -= self.seconds_before  # of a resumed run too the rate is that of all of it
             self.progress.update(self.tokens)
-            while self.epoch < self.training.epochs:
+            while self.epoch < self.training.epochs and not self.best.ends(self.epoch):
                 self._train_epoch()
                 self._finish_epoch()
             return self._finish()
@@ -305,6 +308,7 @@ class Trainer:
         if self.validation:
             self.results["validation"] = summarise(_unstack(self._validate()), self.training.step_decay)
             self.log.write({"kind": "validation", **where, **self.results["validation"]})
+            self.best.offer(self.epoch, self.results, lambda: self.parameters)
         self.epoch, self.packs_done, self.epoch_sums = self.epoch + 1, 0, self._no_sums()
         self._save()
 
@@ -336,7 +340,10 @@ class Trainer:
             model = DraftModel(config)
         target = self.job.target
         model.init_from_target(targets.load_embedding(target), targets.load_head(target), mapping)
-        if self.job.draft.initial_layer == "target":
+        if self.job.draft.initial:
+            rows = warm_start.load_into(model, self.job.draft.initial, target, mapping)
+            print(f"initial weights out of {self.job.draft.initial}; {rows} of {len(mapping.d2t)} rows of its head")
+        elif self.job.draft.initial_layer == "target":
             done = model.init_layer_from_target(targets.load_norm(target), targets.load_last_layer(target))
             print(f"initial weights out of the target: {', '.join(done) or 'none fits'}")
         return model.to(self.ranks.device)
@@ -353,6 +360,7 @@ class Trainer:
             "rng": torch.get_rng_state(),
             "epoch_sums": self.epoch_sums,
             "results": self.results,
+            "best": self.best.state,
             "seconds": self._seconds(),
             "metrics_bytes": self.log.flush(),
         }
@@ -368,6 +376,7 @@ class Trainer:
             torch.set_rng_state(state["rng"])
             self.epoch_sums = state["epoch_sums"].to(self.ranks.device)
             self.results, self.seconds_before = state["results"], state["seconds"]
+            self.best.state = state.get("best", {})
             for name in ("epoch", "packs_done", "steps", "tokens"):
                 setattr(self, name, state[name])
             print(f"training goes on at step {self.steps} (epoch {self.epoch + 1} of {self.training.epochs})")
@@ -375,15 +384,18 @@ class Trainer:
             self.ranks.same(p.data)
 
     def _finish(self) -> dict[str, Any]:
-        weights = {name: p.detach().cpu().contiguous() for name, p in self.parameters.items()}
+        best = self.best.state
+        weights = best.get("weights") or {n: p.detach().cpu().contiguous() for n, p in self.parameters.items()}
         data = safetensors.torch.save(weights, metadata={"format": "pt"})
         result = {
             "digest": self.job.digest,
             "draft_model": self.model.config.to_dict(),
-            "metrics": self.results,
+            "initial": warm_start.fingerprint(self.job.draft.initial) if self.job.draft.initial else None,
+            "metrics": best.get("results", self.results),
             "train_samples": len(self.train),
             "validation_samples": len(self.validation),
-            "epochs": self.training.epochs,
+            "epochs": self.epoch,
+            "from_epoch": best.get("epoch", self.epoch - 1),
             "steps": self.steps,
             "tokens": self.tokens,
             "seconds": self._seconds(),
@@ -421,6 +433,11 @@ def check_samples(job: Job) -> None:
         raise UserError(
             "training: no sample is in the split 'train'; lower dataset.validation_fraction or add conversations"
         )
+    if job.training.early_stopping_epochs and not any(sample.split == "validation" for sample in job.samples):
+        raise UserError(
+            "training.early_stopping_epochs: no sample is held out to tell which epoch is the best; raise "
+            "dataset.validation_fraction, or leave it out"
+        )
     room = job.training.batch_tokens
     for sample in job.samples:
         if sample.n_tokens > room:
@@ -444,10 +461,10 @@ def result_of(job: Job) -> dict[str, Any] | None:
 
 
 class Log:
-    """`metrics.jsonl` and TensorBoard, written by rank 0; a resumed run takes both back to its checkpoint."""
+    """`metrics.jsonl` and the trackers, written by rank 0; a resumed run takes both back to its checkpoint."""
 
-    def __init__(self, folder: Path, writes: bool):
-        self.folder, self.writes = folder, writes
+    def __init__(self, job: Job, writes: bool):
+        self.job, self.folder, self.writes = job, Path(job.folder), writes
 
     def __enter__(self) -> Log:
         return self
@@ -455,39 +472,39 @@ class Log:
     def start(self, keep_bytes: int, steps: int) -> None:
         if not self.writes:
             return
-        from torch.utils.tensorboard import SummaryWriter
-
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = open(self.folder / "metrics.jsonl", "ab")  # noqa: SIM115 - closed by __exit__
         self.file.truncate(min(keep_bytes, self.file.tell()))
-        self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=steps + 1 if steps else None)
+        training = self.job.training
+        run = trackers.Run(self.job.digest, training.tracker_project, self.folder, plain(training), steps)
+        self.trackers = trackers.Trackers(training.trackers, run)
 
     def write(self, line: dict[str, Any]) -> None:
-        """One line; lists (by draft step) become one TensorBoard curve for each step.
+        """One line; lists (by draft step) become one curve for each step.
 
         `accuracy` says the same as `accuracy_of_supervised`: the name that plots know.
         """
         if not self.writes:
             return
         self.file.write((json.dumps(line | {"accuracy": line["accuracy_of_supervised"]}) + "\n").encode())
+        scalars: dict[str, float] = {}
         for name, value in line.items():
             values = {f"/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {"": value}
-            for suffix, number in values.items():
-                if name not in ("kind", "step"):
-                    self.board.add_scalar(f"{line['kind']}/{name}{suffix}", number, line["step"])
+            if name not in ("kind", "step"):
+                scalars |= {f"{line['kind']}/{name}{suffix}": number for suffix, number in values.items()}
+        self.trackers.log(scalars, line["step"])
 
     def flush(self) -> int:
         """Make it durable; the length of the file in bytes."""
         self.file.flush()
         os.fsync(self.file.fileno())
-        self.board.flush()
+        self.trackers.flush()
         return self.file.tell()
 
     def __exit__(self, *_: object) -> None:
         if self.writes and hasattr(self, "file"):
             self.file.close()
-            with contextlib.suppress(OSError):  # curves for the eye: they must not hide why the training ends
-                self.board.close()
+            self.trackers.close()
 
 
 # --- several processes -------------------------------------------------------------------------------------------

@@ -30,9 +30,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3lib.draft_model import DraftModel
+from eagle3lib.losses import LOSSES, Loss
 from eagle3lib.vocab_mapping import VocabMapping
 
 ROWS_PER_CHUNK = 256  # rows that meet the draft heads at once; fewer where their logits would be more than
@@ -142,9 +144,14 @@ def merged_attention(
     """Causal attention to step 0 within each document, and to the slot's own later keys, in one fp32 softmax.
 
     q [N, heads, D]: the slots `rows` (int64 [N], ascending) of the T tokens. k0, v0 [T, KV heads, D]: step 0, all
-    tokens. diagonal: k, v [N, KV heads, D] of steps 1..i, the query's own step last. Returns [N, heads, D].
+    tokens. diagonal: k, v [N, KV heads, D] of steps 1..i, the query's own step last. Values may be narrower than keys.
+    Returns [N, heads, D of the values].
     """
     if q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16):
+        narrower = q.shape[-1] - v0.shape[-1]
+        if narrower:  # latent attention: the kernel takes one size only, and zeros add nothing
+            wide = [(k, F.pad(v, (0, narrower))) for k, v in [(k0, v0), *diagonal]]
+            return merged_attention(q, *wide[0], rows, lengths, wide[1:])[..., :-narrower]
         group = q.shape[1] // k0.shape[1]
         k0, v0 = k0.repeat_interleave(group, dim=1), v0.repeat_interleave(group, dim=1)
         later = [tensor for pair in diagonal for tensor in pair]
@@ -169,7 +176,7 @@ def _explicit_attention(
         for step, (_, v) in enumerate(diagonal):
             out = out + p[..., end - start + step, None] * v[a:b, :, None]
         outputs.append(out)
-    return torch.cat(outputs).reshape(n, heads, size)
+    return torch.cat(outputs).reshape(n, heads, -1)
 
 
 def _spans(lengths: Sequence[int], rows: Tensor) -> list[tuple[int, int, int, int]]:
@@ -278,16 +285,16 @@ def _flash_documents_backward(grad, q, k, v, rows, out, lse, lengths) -> tuple[T
 
 
 class _HeadLoss(torch.autograd.Function):
-    """sum of weights * cross entropy(target's softmax, draft's softmax), gradients made on the way.
+    """sum of weights * loss(target's softmax, draft's softmax), gradients made on the way (`eagle3lib.losses`).
 
     hidden [K, N, H] (normed), draft_head [Vd, H], last fp32 [R, H], target_head fp32 [Vd, H]; slots int64 [K, R]:
     which slot answers for target row r at step i; weights fp32 [K, R], 0 where none does; wanted int64 [R]: the
-    target's argmax as a draft index. Returns the weighted sum, and without gradient the cross entropy, whether the
-    draft's argmax is right, and alpha = sum of min(p, q), fp32 [K, R] each.
+    target's argmax as a draft index. Returns the weighted sum, and without gradient the loss, whether the draft's
+    argmax is right, and alpha = sum of min(p, q), fp32 [K, R] each.
     """
 
     @staticmethod
-    def forward(ctx, hidden, draft_head, last, target_head, slots, weights, wanted, wants_grad):
+    def forward(ctx, hidden, draft_head, last, target_head, slots, weights, wanted, loss, wants_grad):
         per_row = torch.zeros(3, *weights.shape, device=hidden.device)
         d_hidden = torch.zeros_like(hidden if wants_grad else hidden[:0])
         d_head = torch.zeros_like(draft_head if wants_grad else draft_head[:0], dtype=torch.float32)
@@ -299,12 +306,13 @@ class _HeadLoss(torch.autograd.Function):
             for step, slot in enumerate(slots[:, part]):
                 x = hidden[step].index_select(0, slot)
                 log_q = (x @ head.t()).float().log_softmax(dim=-1)
-                per_row[0, step, part] = -torch.linalg.vecdot(p, log_q)
                 per_row[1, step, part] = (log_q.max(dim=-1).indices == wanted[part]).float()
                 if not wants_grad:
                     per_row[2, step, part] = torch.minimum(p, log_q.exp()).sum(dim=-1)
+                per_row[0, step, part], d = loss(p, log_q, wants_grad)
+                if d is None:
                     continue
-                d = log_q.exp_().sub_(p).mul_(weights[step, part, None]).to(x.dtype)
+                d = d.mul_(weights[step, part, None]).to(x.dtype)
                 d_hidden[step].index_add_(0, slot, d @ head)
                 d_head.addmm_(d.t(), x) if d.dtype == d_head.dtype else d_head.add_(d.t() @ x)
         ctx.save_for_backward(d_hidden, d_head)
@@ -314,7 +322,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         d_hidden, d_head = ctx.saved_tensors
-        return grad * d_hidden, grad * d_head, None, None, None, None, None, None
+        return grad * d_hidden, grad * d_head, None, None, None, None, None, None, None
 
 
 # --- the training-time test --------------------------------------------------------------------------------------
@@ -323,8 +331,9 @@ class _HeadLoss(torch.autograd.Function):
 class TrainingTimeTest:
     """The loss of a draft model on packed batches.
 
-    With S_i = -sum over counted slots of sum_v p~(v) log q(v), N_i = the number of counted slots, p~ the target's
-    softmax over the draft vocabulary: loss = sum_i decay^i S_i / N_i / sum_i decay^i (EAGLE-3, arXiv:2503.01840).
+    With S_i = sum over counted slots of loss(p~, q), N_i = the number of counted slots, p~ the target's softmax over
+    the draft vocabulary: loss = sum_i decay^i S_i / N_i / sum_i decay^i (EAGLE-3, arXiv:2503.01840; its loss(p~, q) is
+    the cross entropy, `losses.LOSSES` has others).
     A slot is *supervised* at a step by `position_mask`, and *counted* if also the target's argmax over the full
     vocabulary is in the draft vocabulary.
     """
@@ -337,9 +346,11 @@ class TrainingTimeTest:
         steps: int,
         step_decay: float,
         compute_dtype: torch.dtype = torch.float32,
+        loss: str = "soft_ce",
     ):
-        """target_head [V, H] in any dtype, on the model's device."""
+        """target_head [V, H] in any dtype, on the model's device. loss: a name in `losses.LOSSES`."""
         self.model, self.mapping, self.steps, self.compute_dtype = model, mapping, steps, compute_dtype
+        self.loss: Loss = LOSSES[loss]
         self.target_head = target_head  # as it is: of a large target it is mapped from its file
         self.draft_rows = target_head[mapping.target_ids.to(target_head.device)].float()
         decay = step_decay ** torch.arange(steps, dtype=torch.float64)
@@ -399,6 +410,7 @@ class TrainingTimeTest:
             plan.slots.clamp(min=0),
             weights,
             plan.wanted,
+            self.loss,
             torch.is_grad_enabled(),
         )
         return loss, self._sums(plan, per_row)
@@ -420,6 +432,7 @@ class TrainingTimeTest:
             q = model.query(mixed, positions)
             hidden = model.finish(hidden, merged_attention(q, k0, v0, rows, batch.lengths, diagonal))
             outputs.append(model.norm(hidden))
+            hidden = outputs[-1] if model.config.norm_output else hidden
         return torch.stack(outputs)
 
     def _plan(self, batch: Batch) -> _Plan:

@@ -16,7 +16,7 @@ rule build_vocab_mapping:
     benchmark:
         "results/benchmarks/build_vocab_mapping/{target}/{dataset}/{key}/{draft}.tsv"
     params:
-        draft_vocab_size=lambda w: cfg(w).draft.draft_vocab_size,
+        shaping=lambda w: plan.of(w).vocabulary_shaping(),
         code=code("eagle3lib.shards", "eagle3lib.vocab_mapping"),
     script:
         "../scripts/build_vocab_mapping.py"

@@ -23,6 +23,7 @@ with job_log(snakemake.log[0]):
         snakemake.output.export,
         {
             "lineage": record["digest"],
+            "initial": record.get("initial"),
             "target_model": run.target.model,
             "metrics": record["metrics"].get("validation", {}),
         },

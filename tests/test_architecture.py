@@ -14,7 +14,10 @@ LAYERS = [
     {
         "chat",
         "vocab_mapping",
+        "norm",
+        "mla",
         "draft_model",
+        "losses",
         "training_time_test",
         "acceptance",
         "comparison",
@@ -22,6 +25,8 @@ LAYERS = [
         "wheels",
         "gguf_target",
         "tables",
+        "trackers",
+        "early_stopping",
     },
     {
         "samples",
@@ -32,6 +37,8 @@ LAYERS = [
         "hidden_states",
         "checkpoint",
         "export",
+        "foreign",
+        "warm_start",
         "gpus",
         "plots",
         "engines",

@@ -75,16 +75,18 @@ def test_names_the_cause(tmp_path, sound, target, change, cause, note):
 
 
 @pytest.mark.parametrize(
-    ("kind", "cause"),
+    ("norm", "what"),
     [
-        (diagnosis.NormedChain, "norm: trained with a normed hidden state for the next step"),
-        (diagnosis.NormedResidual, "norm: trained with the normed hidden state as residual"),
+        ("norm_output", "a normed hidden state for the next step"),
+        ("norm_before_residual", "the normed hidden state as residual"),
     ],
 )
-def test_names_another_architecture(tmp_path, target, kind, cause):
-    """Drafts that were trained as the cause says, in a folder that does not say it."""
-    export_trained_draft(tmp_path / "draft", *target, steps=30, kind=kind)
-    assert check(tmp_path / "draft", target)["cause"] == cause
+def test_names_another_architecture(tmp_path, target, norm, what):
+    """Drafts that were trained as the cause says, in a folder that says it, then in one that does not."""
+    export_trained_draft(tmp_path / "draft", *target, steps=30, **{norm: True})
+    assert check(tmp_path / "draft", target)["cause"] is None
+    forgets = changed(tmp_path / "draft", tmp_path / "forgets", lambda c, t: c.update({norm: False}))
+    assert check(forgets, target)["cause"] == f"norm: trained with {what}"
 
 
 def as_others_write_it(values, tensors):

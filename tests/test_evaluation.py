@@ -78,18 +78,18 @@ def export_random_draft(folder, info, draft_vocab_size=24, seed=5):
     export.export_draft(model.state_dict(), model.config, mapping, info, AUX, folder, dtype="float32")
 
 
-def export_trained_draft(folder, info, engine, steps=10, kind=DraftModel):
+def export_trained_draft(folder, info, engine, steps=10, aux=AUX, **changes):
     """A draft that a few steps on the target's own replies have made right now and then."""
     torch.manual_seed(6)
-    config = draft_config(info, 28)
-    model, mapping = kind(config), VocabMapping.from_target_ids(torch.randperm(V)[:28], V)
+    config = replace(draft_config(info, 28), **changes)
+    model, mapping = DraftModel(config), VocabMapping.from_target_ids(torch.randperm(V)[:28], V)
     model.init_from_target(targets.load_embedding(info), targets.load_head(info), mapping)
     replies = engine.greedy(PROMPTS, 20)
     optimizer = torch.optim.Adam(model.trainable().values(), lr=1e-2)
     for _ in range(steps):
         for prompt, reply in zip(PROMPTS, replies, strict=True):
             ids = torch.tensor([prompt + reply])
-            (states,) = engine.extract(ids.tolist(), AUX)
+            (states,) = engine.extract(ids.tolist(), aux)
             hidden = model.fuse(torch.cat(states.aux, -1)[None, :-2])
             loss = torch.zeros(())
             for step in range(2):  # then once more on its own hidden states
@@ -99,7 +99,7 @@ def export_trained_draft(folder, info, engine, steps=10, kind=DraftModel):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    export.export_draft(model.state_dict(), config, mapping, info, AUX, folder, dtype="float32")
+    export.export_draft(model.state_dict(), config, mapping, info, aux, folder, dtype="float32")
 
 
 def export_counting_draft(folder, info, chain=True, without=()):

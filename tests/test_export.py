@@ -242,6 +242,7 @@ def test_model_card_says_what_it_is(tmp_path):
 )
 def test_sglang_layer_ids(model_type, ids, sglang):
     assert export.sglang_layer_ids(ids, model_type) == sglang
+    assert export.from_sglang_layer_ids(sglang, model_type) == ids
 
 
 def test_layer_ids_that_sglang_cannot_be_told():

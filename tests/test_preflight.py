@@ -74,6 +74,12 @@ def test_bytes_of_checkpoints_are_those_that_a_training_writes(job):
     assert check(job)["bytes_checkpoints"] == 3 * 12 * parameters + 4 * parameters
 
 
+def test_the_best_epoch_has_its_bytes_in_each_checkpoint(job):
+    job = with_settings(job, early_stopping_epochs=1)
+    record = check(job)
+    assert record["bytes_checkpoints"] == 3 * 16 * record["parameters"] + 4 * record["parameters"]
+
+
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 

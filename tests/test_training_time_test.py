@@ -189,7 +189,8 @@ def reference(model, head, batch, steps, decay):
                 if i:
                     k, v = model.key_value(z, torch.tensor(j + i))
                     keys, values = [*keys, k], [*values, v]
-                hidden = model.finish(hidden, attend_slowly(model.query(z, torch.tensor(j + i)), keys, values))
+                out = model.finish(hidden, attend_slowly(model.query(z, torch.tensor(j + i)), keys, values))
+                hidden = model.carry(out)
                 chains[start + j, i] = model.logits(hidden)
         start += length
     return loss_slowly(chains, head, batch, steps, decay)

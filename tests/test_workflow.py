@@ -231,6 +231,28 @@ def test_no_gpu_is_freed_for_a_training_that_cannot_start(workspace, nvml, monke
     assert not (workspace.run_folder / "logs/release_gpus").exists()
 
 
+def test_a_draft_goes_on_from_another(workspace):
+    """By its content: a moved draft trains nothing anew, an edited one does; other aux layers are refused unplanned."""
+    export = workspace.result("tiny/talk/*/draft/export")
+    shutil.copytree(export, workspace.folder / "initial")
+    workspace.set("draft", {"name": "warm", "initial": "../initial"})
+    workspace.snakemake("train")
+    warm = workspace.result("tiny/talk/*/warm/training/training.json")
+    assert json.loads(warm.read_text())["initial"]
+    maps = [load_file(f.parent / "vocab_mapping.safetensors")["t2d"] for f in (export, warm.parent)]
+    assert maps[0].equal(maps[1])
+    assert workspace.planned("train") == {}
+    (workspace.folder / "initial").rename(workspace.folder / "moved")
+    workspace.set("draft.initial", "../moved")
+    assert workspace.planned("train") == {}
+    tensors = load_file(workspace.folder / "moved/model.safetensors")
+    save_file({**tensors, "norm.weight": tensors["norm.weight"] * 2}, workspace.folder / "moved/model.safetensors")
+    assert set(workspace.planned("train")) >= {"build_vocab_mapping", "train_draft_model"}
+    workspace.set("hidden_states.aux_layer_ids", [1, 4, 5])
+    done = workspace.snakemake("--dry-run", check=False)
+    assert "draft.initial: it was trained on the aux layers [2, 4, 5], the states are of [1, 4, 5]" in done.stdout
+
+
 def test_plan_of_the_headline_case_without_its_weights(tmp_path):
 
     workspace = Workspace(tmp_path, {})

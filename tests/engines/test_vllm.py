@@ -15,13 +15,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_evaluation import PROMPTS as TRAINED_ON
 from test_evaluation import export_trained_draft
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 from workflow import ROOT, SMALL_DRAFT, continue_small
 
 from eagle3lib import chat, evaluation, export, processes, samples, targets
 from eagle3lib.config import AcceptanceConfig
 from eagle3lib.consumers import openai, vllm
+from eagle3lib.draft_model import VARIANTS
 from eagle3lib.engines.sglang.lease import free_port
 from eagle3lib.engines.transformers import TransformersEngine
 from eagle3lib.errors import UserError
@@ -247,3 +249,75 @@ def test_scaled_rope_is_served_as_it_was_trained(tmp_path, rope_type):
     assert {len(reply) for reply in draft.replies} == {100}
     with pytest.raises(UserError, match="serves another draft"):
         vllm.compare(without, other, ours)
+
+
+def random_target(folder, kind, config):
+    torch.manual_seed(3)
+    kind(config).save_pretrained(folder)
+    return targets.load_info(folder), TransformersEngine(folder)
+
+
+def without_norms(draft, folder):
+    """The folder as it would be if an engine did not read what config.json says of norms without weights."""
+    shutil.copytree(draft, folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"norm_output": False, "norm_before_residual": False}))
+    return folder
+
+
+def served_and_measured(target, engine, drafts, folder):
+    """vLLM's runs without a draft and with each, and our own passes with each, on what the drafts have learnt."""
+    cfg = AcceptanceConfig(prompts=["unused"], max_new_tokens=20, draft_steps=3)
+    job = vllm.Job.of(target, [None, *drafts], TRAINED_ON, cfg)
+    _, (without, *runs) = vllm.decode(job, folder, ROOT / vllm.PYTHON)
+    ours = [evaluation.passes_as_engines_count(draft, target, engine, TRAINED_ON, cfg) for draft in drafts]
+    return without, runs, ours
+
+
+@pytest.mark.long
+def test_variants_are_served_as_they_were_trained(tmp_path):
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, initializer_range=0.35,
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    target, engine = random_target(tmp_path / "target", LlamaForCausalLM, config)
+    drafts = []
+    for name, norms in VARIANTS.items():
+        export_trained_draft(tmp_path / name, target, engine, steps=40, **norms)
+        drafts.append(tmp_path / name)
+    silent = [without_norms(draft, tmp_path / f"{draft.name}-silent") for draft in drafts[1:]]
+    without, runs, ours = served_and_measured(target, engine, [*drafts, *silent], tmp_path / "vllm")
+    for name, run, own in zip(VARIANTS, runs, ours, strict=False):
+        result = vllm.compare(without, run, own)
+        print(name, result)
+        assert result["identical"] + result["near_ties"] == len(TRAINED_ON) and result["acceptance_length"] > 1.5
+    for run, own in zip(runs[len(drafts) :], ours[1:], strict=False):  # each flag is read: without, another draft
+        with pytest.raises(UserError, match="serves another draft"):
+            vllm.compare(without, run, own)
+
+
+@pytest.mark.long
+def test_latent_attention_is_served_as_it_was_trained(tmp_path):
+    """A DeepSeek of dense layers, with YaRN like all of them; vLLM's CPU kernel takes no other sizes of the latent.
+
+    Without YaRN vLLM 0.32 on a CPU answers otherwise than transformers, with a draft or without.
+    """
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+    rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    sizes = {"q_lora_rank": 24, "kv_lora_rank": 512, "qk_nope_head_dim": 16, "qk_rope_head_dim": 64, "v_head_dim": 32}
+    config = DeepseekV3Config(
+        vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=2,
+        num_key_value_heads=2, first_k_dense_replace=6, max_position_embeddings=256, initializer_range=0.2,
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=None, num_mtp_layers=0, rope_parameters=rope, **sizes,
+    )  # fmt: skip
+    target, engine = random_target(tmp_path / "target", DeepseekV3ForCausalLM, config)
+    drafts = []
+    for name in ("eagle3", "eagle3.1"):
+        export_trained_draft(tmp_path / name, target, engine, 20, (2, 3, 4), **VARIANTS[name], **sizes)
+        drafts.append(tmp_path / name)
+    without, runs, ours = served_and_measured(target, engine, drafts, tmp_path / "vllm")
+    for run, own in zip(runs, ours, strict=True):
+        result = vllm.compare(without, run, own)
+        print(result)
+        assert result["identical"] + result["near_ties"] == len(TRAINED_ON) and result["acceptance_length"] > 1.5
