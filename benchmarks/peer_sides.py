@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
+from eagle3lib.training_time_test import Batch, TrainingTimeTest, reply_index
 from eagle3lib.vocab_mapping import VocabMapping
 
 TOKENS, STEPS, DECAY, SAMPLES = 512, 3, 0.8, 2
@@ -112,15 +113,11 @@ class Case:
 
 class Ours:
     def __init__(self, case: Case):
-        from eagle3lib.training_time_test import Batch, TrainingTimeTest, reply_index
-
-        self.model = case.draft
+        self.case, self.model = case, case.draft
         self.test = TrainingTimeTest(self.model, case.head, case.mapping, STEPS, DECAY)
-        self.document = lambda number, share: Batch.document(*case.samples[number], reply_index(reply(share), TOKENS))
 
-    @cache
     def prepare(self, number: int, share: float) -> Step:
-        document = self.document(number, share)
+        document = Batch.document(*self.case.samples[number], reply_index(reply(share), TOKENS))
         start = time.process_time()
         batch = self.test.with_target_tokens(document)
         once = time.process_time() - start
@@ -174,7 +171,6 @@ class SpecForge:
         self.model.freeze_embedding()
         self.trainer = eagle3.OnlineEagle3Model(self.model, length=STEPS, attention_backend="sdpa")
 
-    @cache
     def prepare(self, number: int, share: float) -> Step:
         hidden, ids, last, mask = self.case.shifted(number, share)
 
@@ -237,7 +233,6 @@ class Speculators:
             ttt_steps=STEPS, ttt_step_loss_decay=DECAY, loss_fn="kl_div", loss_implementation="eager"
         )[0]
 
-    @cache
     def prepare(self, number: int, share: float) -> Step:
         hidden, ids, last, mask = self.case.shifted(number, share)
         p = (last[0] @ self.case.head[self.case.mapping.target_ids].t()).log_softmax(-1)
@@ -276,10 +271,11 @@ def main() -> None:
         "blas": next(line.strip(" -") for line in torch.__config__.show().splitlines() if "Math Kernel" in line),
     }
     print(json.dumps(about), file=answers, flush=True)
+    prepare = cache(side.prepare)
     for line in sys.stdin:
         request = json.loads(line)
         model.lm_head.weight.requires_grad_(request.pop("train_head", True))
-        step = side.prepare(**request)
+        step = prepare(**request)
         model.zero_grad(set_to_none=True)
         start = time.process_time()
         answer = step()

@@ -25,7 +25,7 @@ import json
 import os
 import statistics
 import subprocess
-import tempfile
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -88,7 +88,7 @@ class Side:
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        line = self.process.stdout.readline()
+        line = self.process.stdout.readline()  # type: ignore[union-attr]
         if not line:
             last = (self.log.read_text().strip().splitlines() or ["no word"])[-1]
             raise UserError(f"{self.name}: its process ended: {last}")
@@ -102,10 +102,10 @@ class Side:
 @contextmanager
 def started(python: str, sizes: Sizes) -> Iterator[dict[str, Side]]:
     sides: dict[str, Side] = {}
-    with tempfile.TemporaryDirectory() as logs:
+    with common.scratch() as logs:
         try:
             for name in SIDES:
-                sides[name] = Side(name, ".venv/bin/python" if name == "ours" else python, sizes, Path(logs, name))
+                sides[name] = Side(name, sys.executable if name == "ours" else python, sizes, logs / name)
             yield sides
         finally:
             for side in sides.values():
@@ -124,13 +124,13 @@ def measure(sizes: Sizes, python: str, rounds: int) -> dict[float, dict[str, lis
                 answers["frozen"] = sides["speculators"].step(**request, train_head=False)
                 check_losses(answers, within)
                 rate = matmul_rate()
-                if number:  # the first round warms up
-                    for row, seconds in rows(answers).items():
-                        found[share][row].append(seconds)
-                    found[share]["floor"].append(floor_flop(sizes, share) / rate)
-            if not number:
-                losses = {name: [f"{loss:.4f}" for loss in answer["losses"]] for name, answer in answers.items()}
-                print(f"H {sizes.hidden}: losses by step at {share:.0%}:", losses)
+                if not number:  # the first round warms up
+                    losses = [f"{name} {[round(x, 4) for x in answer['losses']]}" for name, answer in answers.items()]
+                    print(f"losses by step, {share:.0%} supervised:", ", ".join(losses), flush=True)
+                    continue
+                for row, seconds in rows(answers).items():
+                    found[share][row].append(seconds)
+                found[share]["floor"].append(floor_flop(sizes, share) / rate)
     return found
 
 
@@ -138,9 +138,10 @@ def check_equal(about: dict[str, dict[str, Any]]) -> None:
     """The same torch, BLAS, threads and number of trained parameters on all sides."""
     for key in next(iter(about.values())):
         if len({str(side[key]) for side in about.values()}) > 1:
-            raise UserError(f"the sides are not alike: {key} is {({n: a[key] for n, a in about.items()})}")
+            raise UserError(f"the sides are not alike: {key} is { ({n: a[key] for n, a in about.items()}) }")
     one = next(iter(about.values()))
-    print(f"all: torch {one['torch']}, {one['threads']} thread, {one['trained']:,} trained parameters; {one['blas']}")
+    shown = f"torch {one['torch']}, threads: {one['threads']}, {one['blas']}, trained parameters: {one['trained']:,}"
+    print(f"on all sides: {shown}", flush=True)
 
 
 def check_losses(answers: dict[str, dict[str, Any]], within: float) -> None:
@@ -188,7 +189,8 @@ def floor_flop(sizes: Sizes, share: float) -> float:
 
 
 def report(results: dict[str, dict[float, dict[str, list[float]]]]) -> None:
-    shown, ratios = [], defaultdict(list)
+    shown: list[list[Any]] = []
+    ratios: dict[tuple[str, float], list[float]] = defaultdict(list)
     for size, by_share in results.items():
         for share, found in by_share.items():
             for name, seconds in found.items():
@@ -197,17 +199,17 @@ def report(results: dict[str, dict[float, dict[str, list[float]]]]) -> None:
                 over_ours = by_round(seconds, found["ours"], lambda a, b: a / b)
                 of_floor = by_round(seconds, found["floor"], lambda a, b: b / a)
                 ratios[name, share].append(over_ours)
-                ratios["floor", share, name].append(of_floor)
+                ratios[f"{name}: floor", share].append(of_floor)
                 median = statistics.median(seconds)
                 shown.append([f"{size}, {share:.0%}: {name}", f"{median:.3f}", TOKENS / median, over_ours, of_floor])
     common.table(["draft, supervised: side", "CPU-s", "tokens/CPU-s", "over ours", "share of floor"], shown)
     least = {name: min(values) for name, values in ratios.items()}
     print(
         f"peers specforge_ratio={least['SpecForge, same work', 1.0]:.2f} "
-        f"speculators_ratio={least['speculators, same work', 1.0]:.2f} gemm_share={least['floor', 1.0, 'ours']:.2f} "
+        f"speculators_ratio={least['speculators, same work', 1.0]:.2f} gemm_share={least['ours: floor', 1.0]:.2f} "
         f"supervised_specforge_ratio={least['SpecForge, same work', 0.6]:.2f} "
         f"supervised_speculators_ratio={least['speculators, same work', 0.6]:.2f} "
-        f"supervised_gemm_share={least['floor', 0.6, 'ours']:.2f}"
+        f"supervised_gemm_share={least['ours: floor', 0.6]:.2f}"
     )
 
 
