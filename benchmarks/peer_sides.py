@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
+from eagle3lib.processes import end_with_parent
 from eagle3lib.training_time_test import Batch, TrainingTimeTest, reply_index
 from eagle3lib.vocab_mapping import VocabMapping
 
@@ -259,6 +260,7 @@ SIDES: dict[str, Callable[[Case], Any]] = {"ours": Ours, "specforge": SpecForge,
 
 
 def main() -> None:
+    end_with_parent()
     name, sizes = sys.argv[1], Sizes(**json.loads(sys.argv[2]))
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print
     torch.set_num_threads(1)

@@ -56,11 +56,11 @@ def main() -> None:
     def run() -> None:
         if not Path(options.python).exists():
             raise UserError(f"{options.python}: not here; run `make venv-peers`, or give --python")
-        results = {
-            name: measure(sizes, options.python, max(1, options.rounds // (4 if sizes.hidden > 512 else 1)))
-            for name, sizes in SIZES.items()
-        }
-        report(results)
+        ratios: dict[tuple[str, float], list[float]] = defaultdict(list)
+        for name, sizes in SIZES.items():
+            rounds = options.rounds // (4 if sizes.hidden > 512 else 1)
+            show(name, measure(sizes, options.python, max(1, rounds)), ratios)
+        summarise(ratios)
 
     common.main(run)
 
@@ -188,29 +188,37 @@ def floor_flop(sizes: Sizes, share: float) -> float:
     return 2 * (3 * tripled + 2 * 3 * hidden**2 * TOKENS + sizes.draft_vocab * hidden * counted[0])
 
 
-def report(results: dict[str, dict[float, dict[str, list[float]]]]) -> None:
+def show(
+    size: str, by_share: dict[float, dict[str, list[float]]], ratios: dict[tuple[str, float], list[float]]
+) -> None:
+    """The table of one size; what the last line needs is added to `ratios`."""
     shown: list[list[Any]] = []
-    ratios: dict[tuple[str, float], list[float]] = defaultdict(list)
-    for size, by_share in results.items():
-        for share, found in by_share.items():
-            for name, seconds in found.items():
-                if name == "floor":
-                    continue
-                over_ours = by_round(seconds, found["ours"], lambda a, b: a / b)
-                of_floor = by_round(seconds, found["floor"], lambda a, b: b / a)
-                ratios[name, share].append(over_ours)
-                ratios[f"{name}: floor", share].append(of_floor)
-                median = statistics.median(seconds)
-                shown.append([f"{size}, {share:.0%}: {name}", f"{median:.3f}", TOKENS / median, over_ours, of_floor])
-    common.table(["draft, supervised: side", "CPU-s", "tokens/CPU-s", "over ours", "share of floor"], shown)
+    for share, found in by_share.items():
+        for name, seconds in found.items():
+            if name == "floor":
+                continue
+            over_ours = by_round(seconds, found["ours"], lambda a, b: a / b)
+            of_floor = by_round(seconds, found["floor"], lambda a, b: b / a)
+            ratios[name, share].append(over_ours)
+            ratios[f"{name}: floor", share].append(of_floor)
+            median = statistics.median(seconds)
+            shown.append([f"{share:.0%}: {name}", f"{median:.3f}", TOKENS / median, over_ours, of_floor])
+    common.table([f"{size}; supervised: side", "CPU-s", "tokens/CPU-s", "over ours", "share of floor"], shown)
+    sys.stdout.flush()
+
+
+def summarise(ratios: dict[tuple[str, float], list[float]]) -> None:
     least = {name: min(values) for name, values in ratios.items()}
-    print(
-        f"peers specforge_ratio={least['SpecForge, same work', 1.0]:.2f} "
-        f"speculators_ratio={least['speculators, same work', 1.0]:.2f} gemm_share={least['ours: floor', 1.0]:.2f} "
-        f"supervised_specforge_ratio={least['SpecForge, same work', 0.6]:.2f} "
-        f"supervised_speculators_ratio={least['speculators, same work', 0.6]:.2f} "
-        f"supervised_gemm_share={least['ours: floor', 0.6]:.2f}"
-    )
+    figures = {
+        prefix + figure: least[name, share]
+        for share, prefix in ((1.0, ""), (0.6, "supervised_"))
+        for figure, name in (
+            ("specforge_ratio", "SpecForge, same work"),
+            ("speculators_ratio", "speculators, same work"),
+            ("gemm_share", "ours: floor"),
+        )
+    }
+    print("peers", *(f"{name}={value:.2f}" for name, value in figures.items()))
 
 
 def by_round(a: list[float], b: list[float], figure: Callable[[float, float], float]) -> float:
