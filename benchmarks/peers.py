@@ -174,7 +174,7 @@ def matmul_rate(size: int = 1024, seconds: float = 0.2) -> float:
 
 
 def floor_flop(sizes: Sizes, share: float) -> float:
-    """FLOP of the products that no exact step can leave out.
+    """FLOP of the products of a step.
 
     Each linear forward and backward (x 3; fc's input needs no gradient: x 2) on the rows that must meet it, the draft
     head on counted rows, the target's head over the draft vocabulary once. Attention is not in it.
