@@ -142,10 +142,13 @@ def test_counters_and_single_replies_tell_the_same(decoded):
     assert run.accepted == [sum(accepted > k for accepted in by_pass) for k in range(4)]
 
 
-def test_the_workflows_own_figure_is_near(chain, decoded):
-    """acceptance.json leaves out what is drafted behind a reply's end, and degenerate replies."""
+def test_the_workflows_own_figure_is_vllms_without_what_lies_behind_the_ends(chain, decoded):
+    """acceptance.json counts no draft behind a reply's end, so its passes emit the reply but for its first token."""
     own = json.loads(chain.result("small/docs/*/trained/acceptance.json").read_text())
-    assert own["acceptance_length_all"] == pytest.approx(decoded[0]["draft"].acceptance_length, abs=0.1)
+    run = decoded[0]["draft"]
+    emitted = sum(len(reply) - 1 for reply in run.replies)
+    assert own["acceptance_length_all"] == pytest.approx(emitted / run.passes, abs=0.02)  # a near tie may part one
+    assert own["acceptance_length_all"] <= run.acceptance_length
 
 
 @contextmanager
