@@ -9,9 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_draft_model import YARN as YARN_OF_TWO_FACTORS
 from test_export import make_target
-from test_training_time_test import CONFIG, MAPPING, V, gradients, packed, reference
-from test_variants import assert_training_equals_serving
+from test_training_time_test import (
+    CONFIG,
+    V,
+    assert_training_equals_serving,
+    assert_training_equals_the_slow_reference,
+    make_head,
+)
+from test_training_time_test import make_model as make_plain_model
 from transformers import AutoConfig, DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
@@ -20,36 +27,22 @@ from eagle3lib import training_time_test as ttt
 from eagle3lib.config import DraftConfig
 from eagle3lib.draft_model import VARIANTS, DraftCache, DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
-from eagle3lib.training_time_test import TrainingTimeTest
 from eagle3lib.vocab_mapping import VocabMapping
 
 SIZES = {"q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 H = CONFIG.hidden_size
 LATENT = replace(CONFIG, num_key_value_heads=4, head_dim=4, **SIZES)
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 50000.0,
-    "factor": 64.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-}
-ROPES = {"default": CONFIG.rope_parameters, "yarn": YARN, "yarn of two factors": YARN | {"mscale_all_dim": 0.5}}
+YARN = YARN_OF_TWO_FACTORS | {"mscale_all_dim": 1.0}
+ROPES = {"default": CONFIG.rope_parameters, "yarn": YARN, "yarn of two factors": YARN_OF_TWO_FACTORS}
 
 
 def make_model(**changes):
-    torch.manual_seed(0)
-    model = DraftModel(replace(LATENT, **changes))
-    for p in model.trainable().values():
-        torch.nn.init.normal_(p, 1.0 if p.ndim == 1 else 0.0, 0.3)
-    return model
+    return make_plain_model(replace(LATENT, **changes))
 
 
 @pytest.fixture
 def head():
-    return torch.randn(V, H, generator=torch.Generator().manual_seed(5)) * 0.7
+    return make_head()
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -118,15 +111,7 @@ def test_training_equals_the_slow_reference(head, attention, monkeypatch):
     if attention == "explicit":
         monkeypatch.setattr(ttt, "merged_attention", ttt._explicit_attention)
     monkeypatch.setattr("test_training_time_test.attend_slowly", attend_slowly)
-    model = make_model()
-    test = TrainingTimeTest(model, head, MAPPING, steps=4, step_decay=0.7)
-    batch = packed(test)
-    loss, _ = test(batch)
-    expected, _ = reference(model, head, batch, 4, 0.7)
-    torch.testing.assert_close(loss, expected)
-    ours, theirs = gradients(model, loss), gradients(model, expected)
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert_training_equals_the_slow_reference(make_model(), head)
 
 
 @pytest.mark.parametrize("variant", ["eagle3", "eagle3.1"])

@@ -30,18 +30,26 @@ CONFIG = DraftModelConfig(
 MAPPING = VocabMapping.from_target_ids(torch.arange(1, 40, 2), V)  # the draft knows every other token
 
 
-@pytest.fixture
-def model():
+def make_model(config=CONFIG):
     torch.manual_seed(0)
-    model = DraftModel(CONFIG)
+    model = DraftModel(config)
     for p in model.trainable().values():  # every term of the loss large enough to be seen
         torch.nn.init.normal_(p, 1.0 if p.ndim == 1 else 0.0, 0.3)
     return model
 
 
+def make_head():
+    return torch.randn(V, H, generator=torch.Generator().manual_seed(5)) * 0.7
+
+
+@pytest.fixture
+def model():
+    return make_model()
+
+
 @pytest.fixture
 def head():
-    return torch.randn(V, H, generator=torch.Generator().manual_seed(5)) * 0.7
+    return make_head()
 
 
 def make_document(seed, tokens, bounds):
@@ -238,28 +246,33 @@ def learn_a_little(model, test, batch):
         optimizer.step()
 
 
-@pytest.mark.parametrize("attention", ["flash", "explicit"])
-def test_equals_the_slow_reference(model, head, attention, monkeypatch):
-    """4 steps, two packed documents, three replies: loss, sums and every gradient."""
-    if attention == "explicit":
-        monkeypatch.setattr(ttt, "merged_attention", ttt._explicit_attention)
-    monkeypatch.setattr(ttt, "ROWS_PER_CHUNK", 3)
+def assert_training_equals_the_slow_reference(model, head):
+    """4 steps, two packed documents, three replies: loss, sums and every gradient. Returns the reference's sums."""
     test = TrainingTimeTest(model, head, MAPPING, steps=4, step_decay=0.7)
     batch = packed(test)
     learn_a_little(model, test, batch)  # so that some predictions are right
     loss, sums = test(batch)
     expected, expected_sums = reference(model, head, batch, 4, 0.7)
     torch.testing.assert_close(loss, expected)
-    assert 0 < expected_sums["correct"][0] < expected_sums["counted"][0] < expected_sums["supervised"][0]
     for name, values in expected_sums.items():
         torch.testing.assert_close(sums[name].float(), torch.tensor([float(v) for v in values]), msg=name)
     ours, theirs = gradients(model, loss), gradients(model, expected)
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5, msg=name)
+    return expected_sums
 
 
-def test_training_equals_serving(model, head):
-    """Hidden states of slot j at each step are those that decoding with a cache produces, document 2 of a pack."""
+@pytest.mark.parametrize("attention", ["flash", "explicit"])
+def test_equals_the_slow_reference(model, head, attention, monkeypatch):
+    if attention == "explicit":
+        monkeypatch.setattr(ttt, "merged_attention", ttt._explicit_attention)
+    monkeypatch.setattr(ttt, "ROWS_PER_CHUNK", 3)
+    sums = assert_training_equals_the_slow_reference(model, head)
+    assert 0 < sums["correct"][0] < sums["counted"][0] < sums["supervised"][0]
+
+
+def assert_training_equals_serving(model, head):
+    """Normed states and logits of slot j at each step are those of decoding with a cache, document 2 of a pack."""
     test = TrainingTimeTest(model, head, MAPPING, steps=4, step_decay=0.8)
     batch = packed(test)
     rows = position_mask(batch.replies, 0, batch.documents).nonzero().squeeze(1)
@@ -272,7 +285,13 @@ def test_training_equals_serving(model, head):
         if step:
             hidden = model.decode(ids[None, 5 + step : 6 + step], hidden, cache)
         expected = unrolled[step, (rows == slot).nonzero().item()]
-        torch.testing.assert_close(model.norm(hidden)[0, 0], expected, rtol=1e-4, atol=1e-5)
+        normed = hidden if model.config.norm_output else model.norm(hidden)
+        torch.testing.assert_close(normed[0, 0], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.logits(hidden)[0, 0], model.lm_head(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_training_equals_serving(model, head):
+    assert_training_equals_serving(model, head)
 
 
 # --- what must not matter ----------------------------------------------------------------------------------------

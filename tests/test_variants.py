@@ -12,13 +12,19 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from test_export import AUX, make_config, make_target
-from test_training_time_test import CONFIG, MAPPING, V, gradients, learn_a_little, packed, reference
+from test_training_time_test import (
+    CONFIG,
+    V,
+    assert_training_equals_serving,
+    assert_training_equals_the_slow_reference,
+    make_head,
+    make_model,
+)
 
 from eagle3lib import export
 from eagle3lib.config import DraftConfig, EngineConfig, RunConfig
 from eagle3lib.draft_model import NORMS, VARIANTS, DraftCache, DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
-from eagle3lib.training_time_test import TrainingTimeTest, position_mask
 from eagle3lib.vocab_mapping import VocabMapping
 
 H, D = CONFIG.hidden_size, CONFIG.head_dim
@@ -26,16 +32,12 @@ H, D = CONFIG.hidden_size, CONFIG.head_dim
 
 @pytest.fixture(params=VARIANTS)
 def model(request):
-    torch.manual_seed(0)
-    model = DraftModel(replace(CONFIG, **VARIANTS[request.param]))
-    for p in model.trainable().values():
-        torch.nn.init.normal_(p, 1.0 if p.ndim == 1 else 0.0, 0.3)
-    return model
+    return make_model(replace(CONFIG, **VARIANTS[request.param]))
 
 
 @pytest.fixture
 def head():
-    return torch.randn(V, H, generator=torch.Generator().manual_seed(5)) * 0.7
+    return make_head()
 
 
 def test_the_config_offers_what_the_model_knows():
@@ -102,32 +104,7 @@ def test_decode_is_the_formulas(model):
 
 
 def test_training_equals_the_slow_reference(model, head):
-    test = TrainingTimeTest(model, head, MAPPING, steps=4, step_decay=0.7)
-    batch = packed(test)
-    learn_a_little(model, test, batch)
-    loss, sums = test(batch)
-    expected, expected_sums = reference(model, head, batch, 4, 0.7)
-    torch.testing.assert_close(loss, expected)
-    assert sums["correct"].tolist() == expected_sums["correct"]
-    ours, theirs = gradients(model, loss), gradients(model, expected)
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5, msg=name)
-
-
-def assert_training_equals_serving(model, head):
-    """Logits of one slot at each step: the unrolled ones, and those of decoding with a cache."""
-    test = TrainingTimeTest(model, head, MAPPING, steps=4, step_decay=0.8)
-    batch = packed(test)
-    rows = position_mask(batch.replies, 0, batch.documents).nonzero().squeeze(1)
-    unrolled = model.lm_head(test._unroll(batch, rows))
-    start, slot = 13, 13 + 4
-    cache, ids, aux = DraftCache(), batch.input_ids[13:], batch.aux[start:]
-    hidden = model.decode(ids[None, 1:6], model.fuse(aux[None, :5]), cache)[:, -1:]
-    for step in range(4):
-        if step:
-            hidden = model.decode(ids[None, 5 + step : 6 + step], hidden, cache)
-        expected = unrolled[step, (rows == slot).nonzero().item()]
-        torch.testing.assert_close(model.logits(hidden)[0, 0], expected, rtol=1e-4, atol=1e-5)
+    assert_training_equals_the_slow_reference(model, head)
 
 
 def test_training_equals_serving(model, head):

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_export import edit_config, edit_weights
 from test_mla import latent_target
 from test_training import DRAFT, SETTINGS, VD, H, V, job_of, weights, world  # noqa: F401 - a fixture
 
@@ -48,7 +49,8 @@ def warm(folder, **more):
 
 
 def job_from(world, folder, draft, mapping=None, settings=SETTINGS):  # noqa: F811
-    job = replace(job_of(world, folder, settings), draft=draft)
+    initial = draft.initial and warm_start.fingerprint(draft.initial)
+    job = replace(job_of(world, folder, settings), draft=draft, initial=initial)
     if mapping is None:
         return job
     path = folder.with_name(f"{folder.name}-map") / "map.safetensors"
@@ -58,19 +60,6 @@ def job_from(world, folder, draft, mapping=None, settings=SETTINGS):  # noqa: F8
 
 def first_model(job):
     return Trainer(job, Ranks.join(job.training), lambda step: False).model
-
-
-def edit_config(folder, change):
-    path = folder / "config.json"
-    values = json.loads(path.read_text())
-    change(values)
-    path.write_text(json.dumps(values))
-
-
-def edit_weights(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 # --- what is taken over ------------------------------------------------------------------------------------------
