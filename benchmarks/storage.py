@@ -19,17 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from benchmarks import common
-from eagle3lib import extraction, loader, shards, sources, targets, training
+from eagle3lib import extraction, loader, replay, shards, sources, targets, training
 from eagle3lib.config import DraftConfig, StorageConfig, TrainingConfig
-from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.engines.transformers import TransformersEngine
 from eagle3lib.hidden_states import StateKey, sample_id
 from eagle3lib.store import Store
-from eagle3lib.training_time_test import SUMS, TrainingTimeTest, summarise
+from eagle3lib.training_time_test import SUMS, summarise
 from eagle3lib.vocab_mapping import VocabMapping
 
 TOKENS, SUPERVISED = 256, 0.6  # of each sample; the last 60 % are its reply, as in chats
@@ -68,12 +66,11 @@ class Comparison:
         sums: dict[str, list[torch.Tensor]] = {"bf16": [], "fp8": []}
         for seed in range(options.seeds):
             for name, of in sums.items():
-                weights = self._train(self._described(samples[:n_train], stored[name], "train"), name, seed)
-                of.append(self._judge(weights, exact))
+                job = self._train(self._described(samples[:n_train], stored[name], "train"), name, seed)
+                of.append(replay.trained_sums(job, exact))
             if seed == 0:
                 trimmed = self._train(self._described(samples[:n_train], stored["fp8-trimmed"], "train"), "trimmed", 0)
-                same = load_file(trimmed / "model.safetensors"), load_file(self.scratch / "fp8-0" / "model.safetensors")
-                assert all(torch.equal(tensor, same[1][name]) for name, tensor in same[0].items())
+                assert training.train(trimmed)["weights_sha256"] == training.train(job)["weights_sha256"]
         self._report(stored, sums)
 
     def _samples(self, n: int) -> Iterator[shards.Sample]:
@@ -115,27 +112,12 @@ class Comparison:
             loader.Sample(str(store.path(s.sample_id)), len(s.input_ids), tuple(s.reply_bounds), split) for s in samples
         ]
 
-    def _train(self, samples: list[loader.Sample], name: str, seed: int) -> Path:
+    def _train(self, samples: list[loader.Sample], name: str, seed: int) -> training.Job:
         folder = self.scratch / f"{name}-{seed}"
-        settings = TrainingConfig(**SETTINGS, seed=seed)
-        draft = DraftConfig(draft_vocab_size=4096)
+        settings, draft = TrainingConfig(**SETTINGS, seed=seed), DraftConfig(draft_vocab_size=4096)
         job = training.Job(samples, self.target, draft, settings, str(self.mapping), str(folder), folder.name)
         training.train(job)
-        return folder
-
-    @torch.no_grad()
-    def _judge(self, folder: Path, samples: list[loader.Sample]) -> torch.Tensor:
-        """Sums by sample [samples, figures of SUMS, K] of a trained draft."""
-        model = DraftModel(DraftModelConfig.from_target(self.target, DraftConfig(draft_vocab_size=4096), 3))
-        model.load_state_dict(load_file(folder / "model.safetensors") | {"embed_tokens.weight": self.embedding})
-        mapping, steps = VocabMapping.load(self.mapping), int(SETTINGS["ttt_steps"])
-        test = TrainingTimeTest(model, self.head, mapping, steps, 0.8)
-        documents, rows = loader.Documents(samples, 3), []
-        for index in range(len(samples)):
-            batch = documents.packed([index], [documents.read(index)], test, torch.device("cpu"))
-            sums = test(batch)[1]
-            rows.append(torch.stack([sums[name] for name in SUMS]))
-        return torch.stack(rows)
+        return job
 
     def _report(self, stored: dict[str, Store], sums: dict[str, list[torch.Tensor]]) -> None:
         sizes = {name: sum(record["bytes"] for record in store.records()) for name, store in stored.items()}

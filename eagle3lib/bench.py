@@ -258,9 +258,7 @@ def measure_all(
 
 def identity_of(folder: Path, speaker: Speaker, sets: Sets, cfg: AcceptanceConfig, measured_by: Any) -> str:
     """Digest of all that shapes a draft's figures: its files, the target, the questions, settings, who measures."""
-    kinds = ("config.json", "*.safetensors", "*.index.json", "pytorch_model.bin")
-    files = sorted({path for kind in kinds for path in folder.glob(kind)})
     template = speaker.template and file_sha256(speaker.template)
     settings = cfg.model_dump(mode="json", exclude={"prompts", "sets", "drafts"})
-    draft = [(path.name, file_sha256(path)) for path in files]
+    draft = [(path.name, file_sha256(path)) for path in targets.model_files(folder)]
     return digest([draft, speaker.target.fingerprint, dict(sets), template, settings, measured_by], 32)

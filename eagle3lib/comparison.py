@@ -181,6 +181,7 @@ def throughput_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def figure(value: float | None) -> str:
+    """A figure may be missing: all replies degenerate, a position never drafted, nothing held out."""
     return "-" if value is None else f"{value:.3f}"
 
 

@@ -44,6 +44,7 @@ def of(job: Any, run: RunConfig) -> tuple[Job, dict[str, Any]]:
         mapping=job.input.mapping,
         folder=str(STORE / "drafts" / identity),
         digest=identity,
+        initial=shaping.get("initial"),
     )
     return training_job, {**shaping, "dataset": dataset}
 

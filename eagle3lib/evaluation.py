@@ -271,9 +271,8 @@ def _measure_served(
 ) -> dict[str, Any]:
     prompts = _checked_prompts(list(prompts)[: cfg.max_prompts], target, cfg)
     records, progress = [], Progress(len(prompts), "replies", "measure_acceptance")
-    for number, reply, histogram in engine.decode_with_draft(prompts, cfg.max_new_tokens):
-        passes = acceptance.of_histogram(histogram, cfg.draft_steps)
-        records.append(Record(number, prompts[number], Decoded(reply, passes=passes), None, cfg.draft_steps))
+    for number, decoded in Served(engine, cfg).decode(prompts):
+        records.append(Record(number, prompts[number], decoded, None, cfg.draft_steps))
         progress.update(1, acceptance_length=_pooled(records) or 0.0)
     records.sort(key=lambda record: record.number)
     lineage = export.read_export(folder)[2]["eagle3lib"]["lineage"]
@@ -437,7 +436,11 @@ class Served:
         }
 
     def decode(
-        self, prompts: Sequence[Sequence[int]], temperature: float, seeds: Sequence[int], at_once: int = BATCH
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperature: float = 0.0,
+        seeds: Sequence[int] = (),
+        at_once: int | None = None,
     ) -> Iterator[tuple[int, Decoded]]:
         options = {"temperature": temperature, "seeds": seeds, "at_once": at_once}
         for number, reply, histogram in self.engine.decode_with_draft(prompts, self.cfg.max_new_tokens, **options):

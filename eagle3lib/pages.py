@@ -8,6 +8,7 @@ from typing import Any
 
 from eagle3lib import gpus, trace
 from eagle3lib import summary as figures
+from eagle3lib.comparison import figure
 from eagle3lib.disk import size
 from eagle3lib.tables import Table, as_page, facts
 
@@ -22,7 +23,7 @@ def _drafts(runs: Sequence[Mapping[str, Any]]) -> Table:
     rows = [
         (
             " / ".join(run[name] for name in ("target", "dataset", "draft")),
-            *(figures.figure(one["acceptance_length"]) for one in (run, run["predicted"], run["acceptance"]["ngram"])),
+            *(figure(one["acceptance_length"]) for one in (run, run["predicted"], run["acceptance"]["ngram"])),
             ", ".join("-" if rate is None else f"{rate:.1%}" for rate in run["acceptance_rate"]),
             f"{run['acceptance']['prompts']:,}",
         )

@@ -132,9 +132,14 @@ def describe(result: dict[str, Any]) -> str:
     )
 
 
-@torch.no_grad()
 def trained_accuracy(job: Job, samples: Sequence[Sample]) -> dict[str, Any]:
     """`training_time_test.summarise` of the finished training's weights on these samples' stored states."""
+    return summarise(dict(zip(SUMS, trained_sums(job, samples).sum(0), strict=True)), job.training.step_decay)
+
+
+@torch.no_grad()
+def trained_sums(job: Job, samples: Sequence[Sample]) -> Tensor:
+    """`TrainingTimeTest`'s sums of each sample by the finished training's weights, float64 [samples, SUMS, K]."""
     tensors = load_file(Path(job.folder) / "model.safetensors")
     aux_states = len(load_sample(samples[0].path)["hidden_states"]) - 1
     record = json.loads((Path(job.folder) / "training.json").read_text(encoding="utf-8"))
@@ -143,11 +148,12 @@ def trained_accuracy(job: Job, samples: Sequence[Sample]) -> dict[str, Any]:
     head, mapping, training = targets.load_head(job.target), VocabMapping.load(job.mapping), job.training
     test = TrainingTimeTest(model, head, mapping, training.ttt_steps, training.step_decay)
     documents = Documents(samples, aux_states)
-    sums = {name: torch.zeros(training.ttt_steps, dtype=torch.float64) for name in SUMS}
+    rows = []
     for index in range(len(samples)):
         batch = documents.packed([index], [documents.read(index)], test, torch.device("cpu"))
-        sums = {name: sums[name] + value for name, value in test(batch)[1].items()}
-    return summarise(sums, training.step_decay)
+        sums = test(batch)[1]
+        rows.append(torch.stack([sums[name] for name in SUMS]))
+    return torch.stack(rows)
 
 
 def _figures(values: Sequence[float]) -> str:

@@ -15,6 +15,7 @@ import pandas as pd
 import yaml
 
 from eagle3lib import __version__, comparison, hidden_states, ledger
+from eagle3lib.comparison import figure
 from eagle3lib.hidden_states import StateKey
 from eagle3lib.job import write_json, write_text
 
@@ -198,11 +199,6 @@ def _as_text(run: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def figure(value: float | None) -> str:
-    """A figure may be missing: all replies degenerate, a position never drafted, nothing held out."""
-    return "-" if value is None else f"{value:.3f}"
 
 
 def _rejected(path: Path) -> dict[str, int]:

@@ -107,6 +107,12 @@ def hub_snapshot(target: TargetConfig) -> Path | None:
         return None
 
 
+def model_files(folder: Path) -> list[Path]:
+    """What a model's folder computes with, as far as it is there: config, indices, weights. No card, no tokenizer."""
+    patterns = ("config.json", "*.index.json", *WEIGHTS)
+    return [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+
+
 def default_aux_layer_ids(num_hidden_layers: int) -> list[int]:
     """2, n//2, n-3 in the convention of output_hidden_states (EAGLE-3's low, middle and high layer)."""
     return [2, num_hidden_layers // 2, num_hidden_layers - 3]

@@ -21,6 +21,7 @@ from typing import Any
 import pandas as pd
 
 from eagle3lib import records, shards
+from eagle3lib.comparison import figure
 from eagle3lib.disk import size
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey, load_sample, slot_path
@@ -275,8 +276,7 @@ def _place_of(folder: Path, made_from: dict[str, Any]) -> str:
 
 
 def _acceptance(draft: Path) -> str:
-    value = _read(draft / "acceptance.json").get("acceptance_length")
-    return "-" if value is None else f"{value:.3f}"
+    return figure(_read(draft / "acceptance.json").get("acceptance_length"))
 
 
 def stored_draft(digest: str) -> list[Table]:

@@ -69,6 +69,7 @@ class Job:
     mapping: str
     folder: str
     digest: str
+    initial: str | None = None  # digest of the draft that it starts from (`warm_start.fingerprint`)
 
     def write(self, path: str | os.PathLike) -> None:
         values = vars(self) | {
@@ -390,7 +391,7 @@ class Trainer:
         result = {
             "digest": self.job.digest,
             "draft_model": self.model.config.to_dict(),
-            "initial": warm_start.fingerprint(self.job.draft.initial) if self.job.draft.initial else None,
+            "initial": self.job.initial,
             "metrics": best.get("results", self.results),
             "train_samples": len(self.train),
             "validation_samples": len(self.validation),

@@ -45,13 +45,13 @@ def folder_of(initial: str) -> Path:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """What a draft is made of: config, weights, index."""
-    config = folder / "config.json"
-    weights = sorted(path for pattern in targets.WEIGHTS for path in folder.glob(pattern))
-    if not config.exists() or not weights:
-        missing = "config.json" if not config.exists() else f"weights ({' or '.join(targets.WEIGHTS)})"
+    """`targets.model_files` of a whole draft."""
+    files = targets.model_files(folder)
+    config = any(path.name == "config.json" for path in files)
+    if not config or all(path.suffix == ".json" for path in files):
+        missing = f"weights ({' or '.join(targets.WEIGHTS)})" if config else "config.json"
         raise UserError(f"{KEY}: no {missing} in {folder}; give the folder of a whole draft")
-    return [config, *sorted(folder.glob("*.index.json")), *weights]
+    return files
 
 
 def fingerprint(initial: str, cache: Path | None = None) -> str:

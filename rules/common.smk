@@ -11,10 +11,16 @@ from eagle3lib import plan as planning
 from eagle3lib.errors import UserError
 from eagle3lib.lineage import code, versions
 
-try:
-    plan = planning.Plan(config)
-except UserError as error:
-    raise WorkflowError(str(error)) from None
+
+def asked(question, *arguments):
+    """The answer; a UserError without a traceback."""
+    try:
+        return question(*arguments)
+    except UserError as error:
+        raise WorkflowError(str(error)) from None
+
+
+plan = asked(planning.Plan, config)
 
 METADATA, RECORDS = Path(".snakemake/metadata"), planning.STORE / "records"
 if workflow.is_main_process and records.keep(METADATA, RECORDS):
@@ -45,26 +51,16 @@ def state_key(wildcards):
     return plan.of(wildcards).key.values()
 
 
-def files_of(entries):
-    try:
-        return planning.conversation_files(entries)
-    except UserError as error:
-        raise WorkflowError(str(error)) from None
-
-
 def conversation_files(wildcards):
-    return files_of(cfg(wildcards).dataset.conversations)
+    return asked(planning.conversation_files, cfg(wildcards).dataset.conversations)
 
 
 def prompt_files(wildcards):
-    return files_of(cfg(wildcards).acceptance.prompts)
+    return asked(planning.conversation_files, cfg(wildcards).acceptance.prompts)
 
 
 def set_files(wildcards):
-    try:
-        return planning.set_files(cfg(wildcards).acceptance.sets)
-    except UserError as error:
-        raise WorkflowError(str(error)) from None
+    return asked(planning.set_files, cfg(wildcards).acceptance.sets)
 
 
 def template_file(wildcards):
@@ -131,10 +127,7 @@ def all_hidden_states(_):
 
 def begin_run():
     """Refuse before the first job, when nothing is deleted yet; then take note that a run is at work."""
-    try:
-        overview.refuse(plan)
-    except UserError as error:
-        raise WorkflowError(str(error)) from None
+    asked(overview.refuse, plan)
     verification.begin(planning.STORE)
 
 

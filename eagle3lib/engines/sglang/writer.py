@@ -37,12 +37,12 @@ def main() -> None:
 
 def write(memory: mmap.mmap, message: dict[str, Any], request: Request) -> dict[str, Any]:
     """Write one sample to its `.part`; its bytes, sha256 and the seconds of its fsync, or {"fault"}, {"errno"}."""
-    _torch_is_loaded()
     import torch
 
     from eagle3lib.engines.sglang.collector import views
     from eagle3lib.job import save_tensors
 
+    _spare_what_is_loaded()
     dtype = getattr(torch, message["dtype"])
     ids, states = views(memory, message["offset"], message["n_states"], request.n_tokens, message["hidden_size"], dtype)
     try:
@@ -66,14 +66,8 @@ def write(memory: mmap.mmap, message: dict[str, Any], request: Request) -> dict[
 
 
 @functools.cache
-def _torch_is_loaded() -> None:
-    """Its objects are taken out of the collector's sight: to look through them takes longer than to write a sample."""
-    import torch  # noqa: F401
-
-    import eagle3lib.engines.sglang.collector
-    import eagle3lib.hidden_states
-    import eagle3lib.job  # noqa: F401
-
+def _spare_what_is_loaded() -> None:
+    """Torch's objects out of the collector's sight: to look through them takes longer than to write a sample."""
     gc.freeze()
 
 
