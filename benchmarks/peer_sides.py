@@ -91,25 +91,26 @@ class Case:
         mask[:, max(start - 1, 0) : end - 2] = True
         return aux[None, :-1], ids[None, 1:], last[None, 1:], mask
 
-    def layer_config(self):
-        from transformers import LlamaConfig
 
-        sizes = self.sizes
-        return LlamaConfig(
-            hidden_size=sizes.hidden,
-            intermediate_size=sizes.intermediate,
-            num_hidden_layers=1,
-            num_attention_heads=sizes.heads,
-            num_key_value_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
-            vocab_size=sizes.vocab,
-            rms_norm_eps=sizes.eps,
-            max_position_embeddings=2048,
-            rope_parameters=ROPE,
-            pad_token_id=None,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+def llama_config(config: DraftModelConfig) -> Any:
+    """One layer of it, as both peers take their sizes."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=config.rope_parameters,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
 
 
 class Ours:
@@ -164,7 +165,7 @@ class SpecForge:
         self.case = case
         self.full_vocabulary = Timed(compact_teacher, "tiled_logsumexp_argmax")
         self.acceptance = Timed(eagle3, "compute_acceptance_rate")
-        config = case.layer_config()
+        config = llama_config(case.draft.config)
         config.draft_vocab_size = case.sizes.draft_vocab
         self.model = LlamaForCausalLMEagle3(config, attention_backend="sdpa").float()
         mapping = {"t2d": case.mapping.t2d, "d2t": case.mapping.d2t}
@@ -196,34 +197,39 @@ class SpecForge:
         return step
 
 
+def speculators_model(config: DraftModelConfig, steps: int, **norms: bool) -> Any:
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3.config import Eagle3SpeculatorConfig
+    from speculators.models.eagle3.core import Eagle3DraftModel
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    layer = llama_config(config)
+    layer._attn_implementation = "sdpa"  # on a CPU as fast as "eager"; flex_attention has no backward there
+    return Eagle3DraftModel(
+        Eagle3SpeculatorConfig(
+            transformer_layer_config=layer,
+            draft_vocab_size=config.draft_vocab_size,
+            eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+            speculators_config=SpeculatorsConfig(
+                algorithm="eagle3",
+                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=steps)],
+                default_proposal_method="greedy",
+                verifier=VerifierConfig(name_or_path=None, architectures=[]),
+            ),
+            **norms,
+        )
+    )
+
+
 class Speculators:
     """Its head is frozen as it comes; here it is trained as the others'."""
 
     def __init__(self, case: Case):
-        from speculators.config import SpeculatorsConfig, VerifierConfig
-        from speculators.models.eagle3.config import Eagle3SpeculatorConfig
         from speculators.models.eagle3.core import Eagle3DraftModel
-        from speculators.proposals.greedy import GreedyTokenProposalConfig
 
         self.case = case
-        layer = case.layer_config()
-        layer._attn_implementation = "sdpa"  # on a CPU as fast as "eager"; flex_attention has no backward there
-        proposal = GreedyTokenProposalConfig(speculative_tokens=STEPS)
-        config = Eagle3SpeculatorConfig(
-            transformer_layer_config=layer,
-            draft_vocab_size=case.sizes.draft_vocab,
-            norm_before_residual=False,
-            norm_before_fc=False,
-            norm_output=False,
-            eagle_aux_hidden_state_layer_ids=[1, 2, 3],
-            speculators_config=SpeculatorsConfig(
-                algorithm="eagle3",
-                proposal_methods=[proposal],
-                default_proposal_method="greedy",
-                verifier=VerifierConfig(name_or_path=None, architectures=[]),
-            ),
-        )
-        self.model = Eagle3DraftModel(config).float()
+        norms = {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False}
+        self.model = speculators_model(case.draft.config, STEPS, **norms).float()
         weights = {name.replace("midlayer.", "layers.0."): w for name, w in case.draft.state_dict().items()}
         weights |= {"t2d": case.mapping.t2d, "d2t": case.mapping.d2t}
         weights["verifier_lm_head.weight"] = case.head[case.mapping.target_ids]

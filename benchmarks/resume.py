@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks import common
-from eagle3lib import extraction, plan, shards
+from eagle3lib import adoption, extraction, plan, shards
 from eagle3lib.config import StorageConfig
 from eagle3lib.store import Store
 from eagle3lib.targets import TargetInfo
@@ -50,6 +50,7 @@ def extract_half(workspace: Workspace) -> None:
     """The states of the first samples, shard by shard, as the jobs would have left them."""
     run = plan.Plan(workspace.config).runs[0]
     store, target = Store(plan.STORE, run.key), TargetInfo.read(run.target_file)
+    adoption.adopt(store, run.maker(), RandomEngine)  # else the resumed run would find these states to be none of its
     folder, left = run.samples_file.parent, DONE
     for shard, about in plan.read_shards(folder / "shards.json").items():
         file, links = folder / "shards" / f"{shard}.jsonl", folder / run.key.short / "hidden_states"

@@ -152,9 +152,14 @@ def main() -> None:
 
 def _trial(by_name: dict[str, Any], request: dict[str, Any]) -> None:
     """In the child; does not return."""
+    import torch
+
     code = 1
     try:
         os.setsid()
+        # torch makes its pool of threads anew when it is first asked after a fork; a second thread that asks meanwhile
+        # finds none ("Invalid thread pool!").
+        torch.set_num_threads(1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         arguments = request["arguments"]
