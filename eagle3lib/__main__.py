@@ -63,6 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("prompts", nargs="+", help="as acceptance.prompts")
     one.add_argument("--max-prompts", type=int, default=16, help="use the first so many (16)")
     one.add_argument("--max-new-tokens", type=int, default=64, help="longest reply in tokens (64)")
+    about = "what is supervised of standard conversations under a chat template, or why it is refused"
+    one = add("template", _template, about)
+    one.add_argument("target", help="a folder, or a hub id whose files are here: its tokenizer")
+    one.add_argument("--template", metavar="FILE", help="as dataset.chat_template (the target's own)")
+    one.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE", help="as dataset.chat_template_options")
+    one.add_argument("--train-on", choices=("all", "last"), default="all", help="as dataset.train_on (all)")
+    one.add_argument("--without-reasoning", action="store_true", help="as dataset.train_on_reasoning: false")
+    one.add_argument("--trust-remote-code", action="store_true", help="as target.trust_remote_code")
     about = "drafts of any origin on question sets: acceptance, by position and context, tokens/s, compared"
     _bench_arguments(add("bench", _bench, about))
     one = add("push", _push, "an exported draft to the Hugging Face hub; without --yes it only says what would be sent")
@@ -172,6 +180,21 @@ def _check(arguments: argparse.Namespace) -> int:
     result = diagnosis.check(arguments.draft, target, engine, prompts, arguments.max_new_tokens)
     print(diagnosis.describe(result))
     return 1 if result["cause"] else 0
+
+
+def _template(arguments: argparse.Namespace) -> None:
+    import yaml
+    from transformers import AutoTokenizer
+
+    from eagle3lib import diagnosis, template_check
+
+    path = diagnosis.find_target(arguments.target).path
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=arguments.trust_remote_code)
+    pairs = (option.partition("=") for option in arguments.option)
+    options = {name: yaml.safe_load(value) for name, _, value in pairs}
+    reasoning = not arguments.without_reasoning
+    lines = template_check.describe(tokenizer, arguments.template, arguments.train_on, reasoning, options)
+    print("\n".join(lines))
 
 
 def _bench(arguments: argparse.Namespace) -> None:

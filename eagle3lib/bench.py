@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,10 @@ class Speaker:
     tokenizer: Any
     target: TargetInfo
     template: Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        return chat.prompt_ids(self.tokenizer, messages, self.template)
+        return chat.prompt_ids(self.tokenizer, messages, self.template, options=self.options)
 
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -261,4 +262,5 @@ def identity_of(folder: Path, speaker: Speaker, sets: Sets, cfg: AcceptanceConfi
     template = speaker.template and file_sha256(speaker.template)
     settings = cfg.model_dump(mode="json", exclude={"prompts", "sets", "drafts"})
     draft = [(path.name, file_sha256(path)) for path in targets.model_files(folder)]
-    return digest([draft, speaker.target.fingerprint, dict(sets), template, settings, measured_by], 32)
+    options = [dict(speaker.options)] if speaker.options else []
+    return digest([draft, speaker.target.fingerprint, dict(sets), template, settings, measured_by, *options], 32)

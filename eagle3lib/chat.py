@@ -38,7 +38,7 @@ from eagle3lib.messages import Message, Unfit, check, check_tools, reasoning_and
 Span = tuple[int, int]
 
 DATE = datetime(2026, 1, 1)
-THINKING_MARK = re.compile(r"[<\[◁]/?[|\w]*think", re.IGNORECASE)
+THINKING_MARK = re.compile(r"[<\[◁][^\s>]*think", re.IGNORECASE)
 
 
 class UnalignedReply(Unfit):
@@ -57,6 +57,12 @@ class ControlToken(Unfit):
     """A message holds a control token as text: it would be read as one, and end a turn, say."""
 
     reason = "control_token"
+
+
+class Dropped(Unfit):
+    """The template does not write what a reply says: it knows no calls of tools, say."""
+
+    reason = "dropped"
 
 
 class HiddenReply(UserError):
@@ -299,30 +305,36 @@ class _Conversation:
         return Reply(index, start, end, start if reasoning else self._behind_reasoning(index, start, end))
 
     def _prompt(self, index: int, add_generation_prompt: bool) -> str:
+        """The text of what precedes message `index`."""
         return self.chat.render(self.messages[:index], self.tools, add_generation_prompt)
 
     def _proven(self, index: int) -> Span:
         """The characters of reply `index`, as the prefixes say; HiddenReply when they do not add up to the text."""
         if index == 0:
             raise UnalignedReply("message 0 is a reply with no prompt before it; begin with a user message")
-        prompt = self._prompt(index, add_generation_prompt=True)
+        prompt, bare = self._prompt(index, True), self._prompt(index, False)
         is_last = index + 1 == len(self.messages)
         upto = self.text if is_last else self.chat.render(self.messages[: index + 1], self.tools)
         if not upto.startswith(prompt):
+            same_before = upto.startswith(os.path.commonprefix([prompt, bare]))
+            what = f"message {index} without the generation prompt" if same_before else f"what stands before message {index}"
+            when = "before it" if same_before else "differently once it is there"
             raise HiddenReply(
-                f"{self.chat.name} writes message {index} without the generation prompt before it "
-                f"({_parting(prompt, upto)}), so it is not what the model would say; regenerate the replies, or set "
-                "dataset.chat_template_options or dataset.chat_template"
+                f"{self.chat.name} writes {what} {when} ({_parting(prompt, upto)}), so it is not what the model would "
+                "say; regenerate the replies, or set dataset.chat_template_options or dataset.chat_template"
             )
-        self._refuse_header(index, prompt)
+        if prompt == bare:
+            self._refuse_header(index, prompt)
+        self._refuse_dropped(index, upto[len(prompt) :])
         body = self.chat.trim(upto)
         if self.text.startswith(upto):
-            return len(prompt), max(len(prompt), len(body))
+            end = len(body) if not is_last else self._end_of_turn(body)
+            return len(prompt), max(len(prompt), end)
         # History may end a turn with another token than the model does: all before it can be the same.
         cut = len(body) - len(self.chat.closing(body))
         same = len(prompt) < cut < len(body) and self.text.startswith(body[:cut])
         if same and self.text.startswith(self.chat.control_tokens, cut):
-            return len(prompt), cut
+            return len(prompt), max(len(prompt), len(self.chat.trim(body[:cut])))
         what = f"message {index}" if self.text.startswith(prompt) else f"what stands before message {index}"
         raise HiddenReply(
             f"{self.chat.name} writes {what} differently when more follows it ({_parting(upto, self.text)}), so its "
@@ -330,10 +342,22 @@ class _Conversation:
             "dataset.chat_template to one that keeps it as it was or has {% generation %} blocks"
         )
 
+    def _end_of_turn(self, body: str) -> int:
+        """The end of the last reply in `body`: before a second control token that would not be there in history.
+
+        Some templates (Phi's) close the whole conversation behind the token that ends the turn; nobody generates that.
+        """
+        head = self.chat.trim(body.removesuffix(self.chat.closing(body)))
+        if head == body or not self.chat.closing(head):
+            return len(body)
+        try:
+            continued = self.chat.render([*self.messages, {"role": "user", "content": "0"}], self.tools)
+        except CannotRender:
+            return len(body)
+        return len(head) if continued.startswith(head) and not continued.startswith(body) else len(body)
+
     def _refuse_header(self, index: int, prompt: str) -> None:
         """Where the generation prompt is empty (after Mistral's [/INST], say), a reply must begin at once."""
-        if prompt != self._prompt(index, add_generation_prompt=False):
-            return
         before = self.messages[:index]
         two = [self.chat.render([*before, {"role": "assistant", "content": text}], self.tools) for text in "01"]
         if os.path.commonprefix(two)[len(prompt) :].strip():
@@ -342,12 +366,23 @@ class _Conversation:
                 "reply; set dataset.chat_template to a template with a generation prompt or {% generation %} blocks"
             )
 
+    def _refuse_dropped(self, index: int, text: str) -> None:
+        """What a reply says and calls must be in its text. (Its thinking need not: not all templates know any.)"""
+        message = self.messages[index]
+        _, answer = reasoning_and_answer(message)
+        called = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        if missing := next((piece for piece in (answer, *called) if piece not in text), None):
+            raise Dropped(
+                f"{self.chat.name} does not write {missing[:40]!r} of message {index}; set dataset.chat_template to one "
+                "that does"
+            )
+
     def _limited(self, index: int) -> Span:
         """The generation block of reply `index`, limited by what can be proven of it."""
         start, end = self.blocks[index]
         try:
             first, last = self._proven(index)
-        except (HiddenReply, Unfit):  # the block alone tells
+        except (HiddenReply, CannotRender, UnalignedReply):  # the block alone tells
             return self._block_alone(index)
         if end <= first or start >= last:
             raise UserError(
@@ -425,8 +460,14 @@ class _Tokens:
         raise UnalignedReply(f"{what} lies inside of a token (near {around!r}); change the text there")
 
     def _first_behind(self, char: int) -> int:
-        """The first token that holds nothing of the text up to `char`, which is no blank."""
-        return self._decoded_to(char) if self.starts is None else bisect.bisect_left(self.starts, char)
+        """The first token that holds nothing of the text up to `char`, before which is no blank."""
+        if self.starts is not None:
+            return bisect.bisect_left(self.starts, char)
+        token = self._decoded_to(char)
+        for count in range(token, min(token + 4, len(self.ids)) + 1):  # a character can be several tokens
+            if self._decode(count).startswith(self.text[:char]):
+                return count
+        raise UnalignedReply(f"where its thinking ends cannot be told: the tokenizer does not write {self.text[:char][-8:]!r}")
 
     def _decoded_to(self, char: int) -> int:
         """How many first tokens it takes to write `char` characters."""

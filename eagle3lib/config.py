@@ -66,7 +66,15 @@ class DatasetConfig(Section):
     max_tokens: int = Field(2048, ge=8, description="Longest sample in tokens.")
     too_long: Literal["truncate", "drop"] = Field("truncate", description="What happens to a longer one.")
     chat_template: Path | None = Field(None, description="A Jinja file to use instead of the target's own template.")
+    chat_template_options: dict[str, Any] = Field(
+        {},
+        description="Variables of the chat template, as its author names them: `{enable_thinking: false}`, "
+        "`{thinking: false}`, `{reasoning_effort: low}`.",
+    )
     train_on: Literal["all", "last"] = Field("all", description="Which replies of a conversation are supervised.")
+    train_on_reasoning: bool = Field(
+        True, description="false: the thinking of a reply (reasoning_content, or up to </think>) is not supervised."
+    )
     shard_size: int = Field(64, ge=1, le=4096, description="Samples a shard: one extraction job makes so many files.")
     validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of samples held out, by content hash.")
     seed: int = Field(0, description="Seed of the validation split.")

@@ -27,6 +27,7 @@ from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import sample_id
 from eagle3lib.job import Progress, atomic_write, write_json
 from eagle3lib.lineage import digest
+from eagle3lib.messages import Unfit
 
 MAX_FULL_SHARDS = 100_000  # five digits
 COLUMNS = {
@@ -195,7 +196,15 @@ class _Filter:
         return self._fit(samples.read_replies(entries), lambda r: chat.append_reply(r.prompt_ids, r.reply_ids))
 
     def _render(self, one: samples.Conversation) -> chat.Rendered:
-        return chat.render(self.tokenizer, one.messages, self.dataset.chat_template, self.dataset.train_on)
+        dataset = self.dataset
+        return chat.render(
+            self.tokenizer,
+            one.messages,
+            dataset.chat_template,
+            dataset.train_on,
+            reasoning=dataset.train_on_reasoning,
+            options=dataset.chat_template_options,
+        )
 
     def _fit(self, inputs: Iterator[Any], render: Any) -> Iterator[Sample]:
         progress = Progress(None, "conversations", "shard samples")
@@ -216,8 +225,8 @@ class _Filter:
     def _sample(self, one: Any, render: Any) -> Sample:
         try:
             rendered = render(one)
-        except chat.UnalignedReply as error:
-            raise _Unfit("unaligned_reply", str(error)) from None
+        except Unfit as error:
+            raise _Unfit(error.reason, str(error)) from None
         except UserError as error:
             raise UserError(f"{one.file}:{one.line}: {error}") from None
         self._check_vocabulary(one, rendered.input_ids)

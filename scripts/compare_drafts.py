@@ -16,7 +16,7 @@ with job_log(snakemake.log[0]):
         own = comparison.named(json.load(file)["bench"], run.draft.name)
     others = bench.measure_all(
         run.acceptance.drafts,
-        bench.Speaker(tokenizer, target, run.dataset.chat_template),
+        bench.Speaker(tokenizer, target, run.dataset.chat_template, run.dataset.chat_template_options),
         bench.read_sets(run.acceptance, plan.SOURCES),
         run.acceptance,
         lambda folder: engine_job.open_for(run, target, "evaluate", draft=folder),

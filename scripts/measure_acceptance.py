@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from eagle3lib import bench, chat, comparison, engine_job, evaluation, export, plan, samples
+from eagle3lib import bench, comparison, engine_job, evaluation, export, plan, samples
 from eagle3lib.job import job_log, write_json
 from eagle3lib.lineage import digest, file_sha256
 from eagle3lib.store import link
@@ -14,10 +14,8 @@ with job_log(snakemake.log[0]):
     target, open_engine = engine_job.prepare(run, snakemake, "evaluate")
     tokenizer = AutoTokenizer.from_pretrained(target.path, trust_remote_code=run.target.trust_remote_code)
     conversations = samples.read(snakemake.input.prompts, run.acceptance.max_prompts)
-    prompts = [
-        chat.prompt_ids(tokenizer, samples.prompt_messages(one.messages), run.dataset.chat_template)
-        for one in conversations
-    ]
+    speaker = bench.Speaker(tokenizer, target, run.dataset.chat_template, run.dataset.chat_template_options)
+    prompts = [speaker.prompt(samples.prompt_messages(one.messages)) for one in conversations]
     # Measured once: a sample linked again runs this job again, and changes no byte of the draft.
     draft = [file_sha256(path) for path in export.served_files(snakemake.input.export)]
     params = snakemake.params
@@ -31,7 +29,6 @@ with job_log(snakemake.log[0]):
         print(evaluation.describe(result))
         if sets:
             decoder = bench.decoder_of(snakemake.input.export, target, engine, run.acceptance)
-            speaker = bench.Speaker(tokenizer, target, run.dataset.chat_template)
             result["bench"] = bench.measure(decoder, speaker, sets, run.acceptance, run.draft.name)
             print(comparison.describe([result["bench"]]))
         write_json(kept, result)

@@ -12,7 +12,9 @@ LAYERS = [
     {"errors"},
     {"config", "job", "lineage", "processes", "leases"},
     {
+        "messages",
         "chat",
+        "template_check",
         "vocab_mapping",
         "norm",
         "mla",

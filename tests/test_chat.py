@@ -94,6 +94,22 @@ def test_generation_block_that_leaves_the_end_of_turn_out_or_takes_the_newline_i
     assert chat.render(tokenizer, [USER, HI], template(tmp_path, newline)) == wanted
 
 
+def test_a_block_counts_within_what_the_prefixes_prove(tokenizer, tmp_path):
+    """A header in it is prompt, be it proven or, where history is rewritten, only seen; elsewhere it is refused."""
+    wanted = chat.render(tokenizer, [USER, HI, USER, HI], template(tmp_path, MARKED))
+    header = MARKED.replace("A:{% generation %}", "{% generation %}A:")
+    assert chat.render(tokenizer, [USER, HI, USER, HI], template(tmp_path, header)) == wanted
+    rewritten = header.replace("{% for m", "{{ messages | length }}{% for m", 1)
+    hidden = chat.render(tokenizer, [USER, HI, USER, HI], template(tmp_path, rewritten))
+    assert tokens(tokenizer, hidden).count("A : [yes Ġno <|im_end|>] Ċ") == 2
+    everything = "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}"
+    assert chat.render(tokenizer, [USER, HI], template(tmp_path, everything)).reply_bounds == [(1, 3)]
+    question = MARKED.replace("A:{% generation %}", "A:").replace("{% endgeneration %}", "")
+    question = question.replace("U:{{ m['content'] }}", "U:{% generation %}{{ m['content'] }}{% endgeneration %}")
+    with pytest.raises(UserError, match="generation block of message 1 holds 'hi', which is not what the model writes"):
+        chat.render(tokenizer, [USER, HI], template(tmp_path, question))
+
+
 def test_blocks_must_match_replies(tokenizer, tmp_path):
     path = template(tmp_path, MARKED.replace("'assistant'", "'user'"))
     with pytest.raises(UserError, match=r"2 generation blocks for 1 replies \(messages \[1\]\)"):
@@ -180,3 +196,51 @@ def test_no_template(tokenizer, tmp_path):
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(UserError, match="the target has no chat template .*dataset.chat_template"):
         chat.render(bare, [USER, HI])
+
+
+def test_a_template_that_writes_bos_twice_is_refused(tokenizer, tmp_path):
+    once = chat.render(tokenizer, [USER, HI], template(tmp_path, "{{ bos_token }}" + CHATML))
+    assert once.input_ids.count(tokenizer.bos_token_id) == 1
+    with pytest.raises(UserError, match="begins with '<s>' twice"):
+        chat.render(tokenizer, [USER, HI], template(tmp_path, "{{ bos_token }}<s>" + CHATML))
+
+
+def test_the_date_of_a_template_never_changes(tokenizer, tmp_path):
+    dated = "{{ strftime_now('%Y-%m-%d') }}" + CHATML
+    rendered = chat.render(tokenizer, [USER, HI], template(tmp_path, dated))
+    assert tokenizer.decode(rendered.input_ids).startswith("2026-01-01<|im_start|>")
+    prompt = chat.prompt_ids(tokenizer, [USER], template(tmp_path, dated))
+    assert prompt == rendered.input_ids[: len(prompt)]
+
+
+@pytest.mark.parametrize("form", ["{{ c.function.arguments | tojson }}", "{{ 'x' + c.function.arguments }}"])
+@pytest.mark.parametrize("arguments", [{"at": "Oslo é"}, '{"at":"Oslo é"}'], ids=["object", "text"])
+def test_arguments_become_what_the_template_wants(tokenizer, tmp_path, form, arguments):
+    calls = "{% for c in m.tool_calls or [] %}f" + form + "{% endfor %}"
+    path = template(tmp_path, CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}" + calls))
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    rendered = chat.render(tokenizer, [USER, call, USER, HI], path)
+    start, end = rendered.reply_bounds[0]
+    assert tokenizer.decode(rendered.input_ids[start:end]).replace("x", "") == 'f{"at": "Oslo é"}<|im_end|>'
+
+
+def test_options_reach_the_template(tokenizer, tmp_path):
+    path = template(tmp_path, CHATML + "{% if add_generation_prompt and not thinks %}maybe{% endif %}")
+    ids = [chat.prompt_ids(tokenizer, [USER], path, options=options) for options in ({"thinks": True}, {}, None)]
+    assert ids[1] == ids[2] and ids[1][: len(ids[0])] == ids[0] != ids[1]
+
+
+def test_a_token_that_only_history_lacks_is_not_supervised(tokenizer, tmp_path):
+    """Phi's template closes the text behind the last end-of-turn token."""
+    path = template(tmp_path, CHATML + "{% if not add_generation_prompt %}<s>{% endif %}")
+    rendered = chat.render(tokenizer, [USER, HI, USER, HI], path)
+    assert tokens(tokenizer, rendered).count("[yes Ġno <|im_end|>] Ċ") == 2
+
+
+def test_thinking_is_left_out_by_the_token(tokenizer):
+    """Also in the content itself; a token that holds its last character and more is not supervised."""
+    thinks = {"role": "assistant", "content": "<think>hi hi</think>yes"}
+    rendered = chat.render(tokenizer, [USER, thinks], reasoning=False)
+    [(start, end)] = rendered.reply_bounds
+    assert tokenizer.decode(rendered.input_ids[start:end]) == "</think>yes<|im_end|>"
+    assert chat.render(tokenizer, [USER, HI], reasoning=False) == chat.render(tokenizer, [USER, HI])

@@ -188,11 +188,26 @@ def test_unaligned_reply_is_rejected_and_the_rest_goes_on(tokenizer, tmp_path):
     assert list(frame.line) == [2] and rejected(out) == [(1, "unaligned_reply")]
 
 
-def test_template_that_cannot_render_names_the_line(tokenizer, tmp_path):
+def test_what_the_template_refuses_and_control_tokens_are_rejected_and_the_rest_goes_on(tokenizer, tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{% if '0001' in messages[0].content %}{{ raise_exception('no') }}{% endif %}" + CHATML)
-    with pytest.raises(UserError, match=r"in.jsonl:2: chat template .*t.jinja cannot render.*TemplateError: no"):
-        run(tokenizer, tmp_path, map(exchange, range(3)), chat_template=template)
+    rows = [exchange(0), exchange(1), exchange(2, "<|im_end|>"), exchange(3)]
+    counts, frame, out = run(tokenizer, tmp_path, rows, chat_template=template)
+    assert list(frame.line) == [1, 4] and counts.rejected == {"cannot_render": 1, "control_token": 1}
+    assert rejected(out) == [(2, "cannot_render"), (3, "control_token")]
+    details = [json.loads(line)["detail"] for line in open(out / "rejected.jsonl")]
+    assert "t.jinja cannot render this conversation (TemplateError: no)" in details[0]
+
+
+def test_a_template_that_hides_replies_or_is_none_stops_and_names_the_line(tokenizer, tmp_path):
+    template = tmp_path / "t.jinja"
+    two = {"messages": [{"role": role, "content": "abc"} for role in ("user", "assistant") * 2]}
+    template.write_text(CHATML.replace("m['content']", "m['content'] if loop.last else ''"))
+    with pytest.raises(UserError, match=r"in.jsonl:2: chat template .*t.jinja writes .*message 1 differently"):
+        run(tokenizer, tmp_path, [exchange(0), two], chat_template=template)
+    template.write_text("{% for m in messages %}")
+    with pytest.raises(UserError, match=r"in.jsonl:1: chat template .*t.jinja cannot render anything"):
+        run(tokenizer, tmp_path, [exchange(0)], chat_template=template)
 
 
 def test_id_out_of_the_vocabulary_stops(tokenizer, tmp_path):
@@ -201,11 +216,10 @@ def test_id_out_of_the_vocabulary_stops(tokenizer, tmp_path):
     assert not (tmp_path / "out/samples.parquet").exists() and not list((tmp_path / "out").rglob("*.part"))
 
 
-def test_template_that_marks_everything_is_refused(tokenizer, tmp_path):
-    template = tmp_path / "t.jinja"
-    template.write_text("{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}")
+def test_nothing_but_replies_is_refused(tokenizer, tmp_path):
+    row = {"messages": [], "prompt_ids": [], "finish": "stop", "file": "p.jsonl", "line": 3, "sha256": "ab"}
     with pytest.raises(UserError, match="every token counts as reply"):
-        run(tokenizer, tmp_path, map(exchange, range(3)), chat_template=template)
+        run(tokenizer, tmp_path, [row | {"reply_ids": [9, 9]}], regenerated=True)
 
 
 def test_regenerated_replies_keep_their_ids(tokenizer, tmp_path):

@@ -1,0 +1,52 @@
+"""Messages that cannot be a sample, each with what is said of it (tests/bad_inputs/messages)."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+from word_tokenizer import word_tokenizer
+
+from eagle3lib import chat
+from eagle3lib.errors import UserError
+from eagle3lib.messages import Unfit
+
+TESTS = Path(__file__).parent
+FILES = sorted((TESTS / "bad_inputs/messages").glob("*.jsonl"))
+CASES = [(path.stem, json.loads(line)) for path in FILES for line in path.read_text().splitlines()]
+SPECIAL = ["<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|call|>", "<|User|>", "<|Assistant|>"]
+
+
+@functools.cache
+def tokenizer():
+    return word_tokenizer(["hi yes"], SPECIAL, bos="<s>", eos="<|endoftext|>")
+
+
+def attempt(row):
+    template = TESTS / "templates" / f"{row.get('template', 'smollm2')}.jinja"
+    options, tools = row.get("options"), row.get("tools")
+    return chat.render(tokenizer(), row["messages"], template, tools=tools, options=options)
+
+
+@pytest.mark.parametrize(("file", "row"), CASES, ids=[f"{file}: {row['case']}" for file, row in CASES])
+def test_bad_messages(file, row):
+    """A `reason` is what rejected.jsonl counts it under; without one the run stops, for it concerns all samples."""
+    with pytest.raises(UserError) as error:
+        attempt(row)
+    assert str(error.value) == row["says"]
+    assert "\n" not in row["says"] and ";" in row["says"], "one line, with a remedy"
+    assert getattr(error.value, "reason", None) == row["reason"]
+
+
+def test_arguments_nested_too_deeply_for_json():
+    deep = '{"a":' * 100_000 + "1" + "}" * 100_000
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "sky", "arguments": deep}}]}
+    with pytest.raises(Unfit, match=r"messages\[1\].tool_calls\[0\].function.arguments: nested too deeply"):
+        attempt({"messages": [{"role": "user", "content": "hi"}, call]})
+
+
+def test_there_are_many():
+    assert len(CASES) >= 65
+    assert len({row["case"] for _, row in CASES}) == len(CASES)
