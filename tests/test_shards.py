@@ -202,7 +202,7 @@ def test_what_the_template_refuses_and_control_tokens_are_rejected_and_the_rest_
 def test_a_template_that_hides_replies_or_is_none_stops_and_names_the_line(tokenizer, tmp_path):
     template = tmp_path / "t.jinja"
     two = {"messages": [{"role": role, "content": "abc"} for role in ("user", "assistant") * 2]}
-    template.write_text(CHATML.replace("m['content']", "m['content'] if loop.last else ''"))
+    template.write_text(CHATML.replace("m['content']", "m['content'] if loop.last or m.role == 'user' else ''"))
     with pytest.raises(UserError, match=r"in.jsonl:2: chat template .*t.jinja writes .*message 1 differently"):
         run(tokenizer, tmp_path, [exchange(0), two], chat_template=template)
     template.write_text("{% for m in messages %}")
