@@ -64,13 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--max-prompts", type=int, default=16, help="use the first so many (16)")
     one.add_argument("--max-new-tokens", type=int, default=64, help="longest reply in tokens (64)")
     about = "what is supervised of standard conversations under a chat template, or why it is refused"
-    one = add("template", _template, about)
-    one.add_argument("target", help="a folder, or a hub id whose files are here: its tokenizer")
-    one.add_argument("--template", metavar="FILE", help="as dataset.chat_template (the target's own)")
-    one.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE", help="as dataset.chat_template_options")
-    one.add_argument("--train-on", choices=("all", "last"), default="all", help="as dataset.train_on (all)")
-    one.add_argument("--without-reasoning", action="store_true", help="as dataset.train_on_reasoning: false")
-    one.add_argument("--trust-remote-code", action="store_true", help="as target.trust_remote_code")
+    _template_arguments(add("template", _template, about))
     about = "drafts of any origin on question sets: acceptance, by position and context, tokens/s, compared"
     _bench_arguments(add("bench", _bench, about))
     one = add("push", _push, "an exported draft to the Hugging Face hub; without --yes it only says what would be sent")
@@ -87,6 +81,15 @@ def _parser() -> argparse.ArgumentParser:
     add("schema", _schema, "the JSON schema of the configuration")
     add("keys", _keys, "every key of the configuration, as a Markdown table")
     return parser
+
+
+def _template_arguments(one: argparse.ArgumentParser) -> None:
+    one.add_argument("target", help="a folder, or a hub id whose files are here: its tokenizer")
+    one.add_argument("--template", metavar="FILE", help="as dataset.chat_template (the target's own)")
+    one.add_argument("--option", nargs="*", default=[], metavar="NAME=VALUE", help="as dataset.chat_template_options")
+    one.add_argument("--train-on", choices=("all", "last"), default="all", help="as dataset.train_on (all)")
+    one.add_argument("--without-reasoning", action="store_true", help="as dataset.train_on_reasoning: false")
+    one.add_argument("--trust-remote-code", action="store_true", help="as target.trust_remote_code")
 
 
 def _bench_arguments(one: argparse.ArgumentParser) -> None:

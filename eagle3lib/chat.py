@@ -24,7 +24,6 @@ from __future__ import annotations
 import bisect
 import functools
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -316,12 +315,13 @@ class _Conversation:
         is_last = index + 1 == len(self.messages)
         upto = self.text if is_last else self.chat.render(self.messages[: index + 1], self.tools)
         if not upto.startswith(prompt):
-            same_before = upto.startswith(os.path.commonprefix([prompt, bare]))
-            what = f"message {index} without the generation prompt" if same_before else f"what stands before message {index}"
-            when = "before it" if same_before else "differently once it is there"
+            shared = prompt[: _shared(prompt, bare)]
+            what = f"message {index} without the generation prompt before it"
+            if not upto.startswith(shared):
+                what = f"what stands before message {index} differently once it is there"
             raise HiddenReply(
-                f"{self.chat.name} writes {what} {when} ({_parting(prompt, upto)}), so it is not what the model would "
-                "say; regenerate the replies, or set dataset.chat_template_options or dataset.chat_template"
+                f"{self.chat.name} writes {what} ({_parting(prompt, upto)}), so it is not what the model would say; "
+                "regenerate the replies, or set dataset.chat_template_options or dataset.chat_template"
             )
         if prompt == bare:
             self._refuse_header(index, prompt)
@@ -360,7 +360,8 @@ class _Conversation:
         """Where the generation prompt is empty (after Mistral's [/INST], say), a reply must begin at once."""
         before = self.messages[:index]
         two = [self.chat.render([*before, {"role": "assistant", "content": text}], self.tools) for text in "01"]
-        if os.path.commonprefix(two)[len(prompt) :].strip():
+        a, b = (text[len(prompt) :] for text in two)
+        if a[: _shared(a, b)].strip():
             raise HiddenReply(
                 f"{self.chat.name} ignores add_generation_prompt, so the header of message {index} would count as "
                 "reply; set dataset.chat_template to a template with a generation prompt or {% generation %} blocks"
@@ -373,8 +374,8 @@ class _Conversation:
         called = [call["function"]["name"] for call in message.get("tool_calls", ())]
         if missing := next((piece for piece in (answer, *called) if piece not in text), None):
             raise Dropped(
-                f"{self.chat.name} does not write {missing[:40]!r} of message {index}; set dataset.chat_template to one "
-                "that does"
+                f"{self.chat.name} does not write {missing[:40]!r} of message {index}; "
+                "set dataset.chat_template to one that does"
             )
 
     def _limited(self, index: int) -> Span:
@@ -427,7 +428,8 @@ class _Tokens:
         bos = getattr(tokenizer, "bos_token_id", None)
         if bos is not None and self.ids[:2] == [bos, bos]:
             raise UserError(
-                f"the text begins with {tokenizer.bos_token!r} twice; set dataset.chat_template to one that writes it once"
+                f"the text begins with {tokenizer.bos_token!r} twice; set dataset.chat_template to one that writes it "
+                "once"
             )
 
     def reply(self, reply: Reply) -> Span:
@@ -467,7 +469,10 @@ class _Tokens:
         for count in range(token, min(token + 4, len(self.ids)) + 1):  # a character can be several tokens
             if self._decode(count).startswith(self.text[:char]):
                 return count
-        raise UnalignedReply(f"where its thinking ends cannot be told: the tokenizer does not write {self.text[:char][-8:]!r}")
+        around = self.text[max(0, char - 8) : char]
+        raise UnalignedReply(
+            f"its thinking ends in no token that the tokenizer decodes ({around!r}); mend the text there"
+        )
 
     def _decoded_to(self, char: int) -> int:
         """How many first tokens it takes to write `char` characters."""
@@ -494,16 +499,23 @@ def _forms(messages: Sequence[Message]) -> list[list[Message]]:
 def _with_arguments_as_text(message: Message) -> Message:
     if "tool_calls" not in message:
         return message
-    functions = [(call, call["function"]) for call in message["tool_calls"]]
-    calls = [call | {"function": f | {"arguments": json.dumps(f["arguments"], ensure_ascii=False)}} for call, f in functions]
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
     return message | {"tool_calls": calls}
 
 
 def _parting(before: str, after: str) -> str:
     """Where two texts part, in words."""
-    at = len(os.path.commonprefix([before, after]))
+    at = _shared(before, after)
     was, now = (text[max(0, at - 12) : at + 24] for text in (before, after))
     return f"{was!r} becomes {now!r}"
+
+
+def _shared(a: str, b: str) -> int:
+    """How many characters two texts begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern:

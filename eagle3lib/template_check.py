@@ -17,7 +17,9 @@ SKY = [{"type": "function", "function": {"name": "sky", "parameters": {}}}]
 CALL = {  # its id as Kimi's templates want it, which write no other name
     "role": "assistant",
     "content": None,
-    "tool_calls": [{"id": "functions.sky:0", "type": "function", "function": {"name": "sky", "arguments": '{"at": "Oslo"}'}}],
+    "tool_calls": [
+        {"id": "functions.sky:0", "type": "function", "function": {"name": "sky", "arguments": '{"at": "Oslo"}'}}
+    ],
 }
 CONVERSATIONS: dict[str, dict[str, Any]] = {
     "single": {"messages": [HI, {"role": "assistant", "content": "yes no"}]},

@@ -10,7 +10,9 @@ class SlowTokenizer(PreTrainedTokenizer):
 
     def __init__(self, fast):
         self.core = fast.backend_tokenizer
-        added = {i: AddedToken(str(t), special=t.special, normalized=False) for i, t in fast.added_tokens_decoder.items()}
+        added = {
+            i: AddedToken(str(t), special=t.special, normalized=False) for i, t in fast.added_tokens_decoder.items()
+        }
         named = {key: str(value) for key, value in fast.special_tokens_map.items() if isinstance(value, str)}
         super().__init__(added_tokens_decoder=added, chat_template=fast.chat_template, **named)
 

@@ -61,7 +61,11 @@ def chatml(messages):
     pieces = []
     for message in messages:
         is_reply = message["role"] == "assistant"
-        pieces += [(False, f"<|im_start|>{message['role']}\n"), (is_reply, f"{message['content']}<|im_end|>"), (False, "\n")]
+        pieces += [
+            (False, f"<|im_start|>{message['role']}\n"),
+            (is_reply, f"{message['content']}<|im_end|>"),
+            (False, "\n"),
+        ]
     return "".join(text for _, text in pieces), pieces
 
 
@@ -111,7 +115,11 @@ def test_greedy_tokens_are_exact_or_refused(tokenizer, turns):
     messages = conversation(turns)
     text, pieces = chatml(messages)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    ends = {len(decoded(tokenizer, ids[:count])) for count in range(len(ids) + 1) if text.startswith(decoded(tokenizer, ids[:count]))}
+    ends = {
+        len(decoded(tokenizer, ids[:count]))
+        for count in range(len(ids) + 1)
+        if text.startswith(decoded(tokenizer, ids[:count]))
+    }
     starts, at = [], 0
     for is_reply, piece in pieces:
         starts += [at] * is_reply
@@ -145,7 +153,7 @@ def test_no_token_of_the_thinking_is_supervised(tokenizer, thinking, answer):
 @given(st.lists(MESSAGES, min_size=1, max_size=9), st.integers(1, 5), st.integers(0, 3))
 def test_sharding_is_a_permutation(many, shard_size, seed):
     """Each sample lies in one slot of one shard, in the order of the input, with the replies that it has alone."""
-    rows = [conversation(turns + [("assistant", "yes")]) for turns in many]
+    rows = [conversation([*turns, ("assistant", "yes")]) for turns in many]
     alone = [chat.render(FAST, messages) for messages in rows]
     wanted = {tuple(one.input_ids): [b for span in one.reply_bounds for b in span] for one in alone}
     with tempfile.TemporaryDirectory() as folder:

@@ -22,7 +22,11 @@ CASES = [(family, name, case) for family, about in FAMILIES.items() for name, ca
 @functools.cache
 def tokenizer(family):
     about = FAMILIES[family]
-    texts = [(FOLDER / f"{family}.jinja").read_text().replace("\\n", " "), json.dumps(CONVERSATIONS), "\n\t 2026 Jan January 01 medium low"]
+    texts = [
+        (FOLDER / f"{family}.jinja").read_text().replace("\\n", " "),
+        json.dumps(CONVERSATIONS),
+        "\n\t 2026 Jan January 01 medium low",
+    ]
     return word_tokenizer(texts, about["special"], about.get("plain", ()), about.get("bos"), about["eos"])
 
 
