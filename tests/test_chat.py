@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from slow_tokenizer import SlowTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -102,6 +103,8 @@ def test_a_block_counts_within_what_the_prefixes_prove(tokenizer, tmp_path):
     rewritten = header.replace("{% for m", "{{ messages | length }}{% for m", 1)
     hidden = chat.render(tokenizer, [USER, HI, USER, HI], template(tmp_path, rewritten))
     assert tokens(tokenizer, hidden).count("A : [yes Ġno <|im_end|>] Ċ") == 2
+    rewritten = rewritten.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    assert chat.render(tokenizer, [USER, HI, USER, HI], template(tmp_path, rewritten)) == hidden
     everything = "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}"
     assert chat.render(tokenizer, [USER, HI], template(tmp_path, everything)).reply_bounds == [(1, 3)]
     question = MARKED.replace("A:{% generation %}", "A:").replace("{% endgeneration %}", "")
@@ -147,6 +150,29 @@ def test_token_across_a_boundary_is_refused_even_where_offsets_hide_it(tokenizer
     assert "Ġno" in tokenizer.convert_ids_to_tokens(ids)  # the trap is set
     with pytest.raises(chat.UnalignedReply, match="message 1: its beginning lies inside of a token"):
         chat.render(tokenizer, [USER, no], template(tmp_path, space))
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_header_whose_tokens_depend_on_what_follows(slow, tmp_path):
+    """Two newlines are one token at the end of a prompt, and two before a reply: it begins between tokens all the same.
+
+    Nothing but the decoded tokens can show that where there are no offsets.
+    """
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(["\n\n", "A:", "yes"] * 9, trainer)
+    newlines = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<e>")
+    newlines = SlowTokenizer(newlines) if slow else newlines
+    path = template(
+        tmp_path, "{% for m in messages %}{{ 'U:hi A:\n\n' if m.role == 'user' else m.content }}{% endfor %}"
+    )
+    (prompt, whole) = (newlines(text, add_special_tokens=False).input_ids for text in ("A:\n\n", "A:\n\nyes"))
+    assert newlines.convert_ids_to_tokens(prompt)[-1] == "ĊĊ" and whole[: len(prompt)] != prompt  # the trap is set
+    rendered = chat.render(newlines, [USER, {"role": "assistant", "content": "yes"}], path)
+    [(start, end)] = rendered.reply_bounds
+    assert newlines.convert_ids_to_tokens(rendered.input_ids[start - 2 : end]) == ["Ċ", "Ċ", "yes"]
 
 
 def test_multibyte_text_and_tokenizers_without_offsets_give_the_same(tokenizer, monkeypatch):
@@ -244,3 +270,5 @@ def test_thinking_is_left_out_by_the_token(tokenizer):
     [(start, end)] = rendered.reply_bounds
     assert tokenizer.decode(rendered.input_ids[start:end]) == "</think>yes<|im_end|>"
     assert chat.render(tokenizer, [USER, HI], reasoning=False) == chat.render(tokenizer, [USER, HI])
+    dropped = HI | {"reasoning_content": "yes"}  # by this template; what it says is no thinking, though it reads alike
+    assert chat.render(tokenizer, [USER, dropped], reasoning=False) == chat.render(tokenizer, [USER, HI])
