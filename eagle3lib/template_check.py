@@ -13,7 +13,8 @@ HI, WHY = ({"role": "user", "content": text} for text in ("hi", "why"))
 YES, NO = ({"role": "assistant", "content": text} for text in ("yes", "no"))
 BRIEF = {"role": "system", "content": "brief"}
 BLUE = {"role": "tool", "tool_call_id": "functions.sky:0", "name": "sky", "content": "blue"}
-SKY = [{"type": "function", "function": {"name": "sky", "parameters": {}}}]
+PLACE = {"type": "object", "properties": {"at": {"type": "string"}}}
+SKY = [{"type": "function", "function": {"name": "sky", "description": "its colour", "parameters": PLACE}}]
 CALL = {  # its id as Kimi's templates want it, which write no other name
     "role": "assistant",
     "content": None,

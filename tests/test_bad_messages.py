@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from word_tokenizer import word_tokenizer
 
-from eagle3lib import chat
+from eagle3lib import chat, messages
 from eagle3lib.errors import UserError
 from eagle3lib.messages import Unfit
+from eagle3lib.template_check import CONVERSATIONS
 
 TESTS = Path(__file__).parent
 TEMPLATES = TESTS / "templates"
@@ -50,6 +51,29 @@ def test_arguments_nested_too_deeply_for_json():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "sky", "arguments": deep}}]}
     with pytest.raises(Unfit, match=r"messages\[1\].tool_calls\[0\].function.arguments: nested too deeply"):
         attempt({"messages": [{"role": "user", "content": "hi"}, call]})
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_checked_messages_stay_as_they_are(name):
+    """What the readers have checked is checked again by `chat`."""
+    once = messages.check(CONVERSATIONS[name]["messages"])
+    assert messages.check(once) == once
+    tools = messages.check_tools(CONVERSATIONS[name].get("tools"))
+    assert messages.check_tools(tools) == tools
+
+
+def test_older_names_of_calls_and_results():
+    call = {"role": "assistant", "content": None, "function_call": {"name": "sky", "arguments": ""}}
+    result = {"role": "function", "name": "sky", "content": "blue"}
+    checked = messages.check([{"role": "user", "content": "hi"}, call, result])
+    assert checked[1:] == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "sky", "arguments": {}}}],
+        },
+        {"role": "tool", "content": "blue", "name": "sky"},
+    ]
 
 
 def test_there_are_many():
