@@ -99,11 +99,7 @@ def _prompt(
 ) -> Prompt:
     messages = prompt_messages(one.messages)
     try:
-        ids = (
-            chat.prompt_ids(tokenizer, messages, dataset.chat_template, options=dataset.chat_template_options)
-            if messages
-            else []
-        )
+        ids = chat.prompt_ids(tokenizer, messages, dataset.chat_template, options=dataset.chat_template_options) if messages else []
     except UserError as error:
         raise UserError(f"{one.file}:{one.line}: {error}") from None
     return Prompt(messages or one.messages, ids, one, reply_key(ids, cfg, identity))
