@@ -336,10 +336,11 @@ class _Conversation:
         if same and self.text.startswith(self.chat.control_tokens, cut):
             return len(prompt), max(len(prompt), len(self.chat.trim(body[:cut])))
         what = f"message {index}" if self.text.startswith(prompt) else f"what stands before message {index}"
+        remedy = "remove what follows" if index == self.replies[-1] else "use dataset.train_on: last"
         raise HiddenReply(
             f"{self.chat.name} writes {what} differently when more follows it ({_parting(upto, self.text)}), so its "
-            "reply cannot be told apart; use dataset.train_on: last, regenerate the replies, or set "
-            "dataset.chat_template to one that keeps it as it was or has {% generation %} blocks"
+            f"reply cannot be told apart; {remedy}, regenerate the replies, or set dataset.chat_template to one that "
+            "keeps it as it was or has {% generation %} blocks"
         )
 
     def _end_of_turn(self, body: str) -> int:

@@ -130,6 +130,8 @@ def test_template_that_strips_history_is_refused_with_the_message(tokenizer, tmp
     thinks = {"role": "assistant", "content": "<think>hm</think>yes"}
     with pytest.raises(UserError, match=r"template\.jinja writes message 1 differently.*train_on: last"):
         chat.render(tokenizer, [USER, thinks, USER, thinks], path)
+    with pytest.raises(UserError, match="writes message 3 differently.*remove what follows, regenerate"):
+        chat.render(tokenizer, [USER, thinks, USER, thinks, USER], path, train_on="last")
     last = chat.render(tokenizer, [USER, thinks, USER, thinks], path, train_on="last")
     [(start, end)] = last.reply_bounds
     assert tokenizer.decode(last.input_ids[start:end]) == "<think>hm</think>yes<|im_end|>"

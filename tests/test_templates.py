@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from slow_tokenizer import SlowTokenizer
 from word_tokenizer import read, word_tokenizer, written
 
 from eagle3lib import chat
@@ -30,10 +31,15 @@ def tokenizer(family):
     return word_tokenizer(texts, about["special"], about.get("plain", ()), about.get("bos"), about["eos"])
 
 
-def rendered(family, case):
+@functools.cache
+def without_offsets(family):
+    return SlowTokenizer(tokenizer(family))
+
+
+def rendered(family, case, tokenizer):
     one = CONVERSATIONS[case["conversation"]]
     return chat.render(
-        tokenizer(family),
+        tokenizer,
         one["messages"],
         FOLDER / f"{family}.jinja",
         case.get("train_on", "all"),
@@ -47,12 +53,13 @@ def rendered(family, case):
 def test_family(family, name, case):
     if "refused" in case:
         with pytest.raises(UserError) as error:
-            rendered(family, case)
+            rendered(family, case, tokenizer(family))
         assert case["refused"] in str(error.value)
         return
-    found = rendered(family, case)
+    found = rendered(family, case, tokenizer(family))
     assert written(tokenizer(family), found.input_ids, found.reply_bounds) == " ".join(case["tokens"].split())
     assert read(tokenizer(family), case["tokens"]) == (found.input_ids, found.reply_bounds)
+    assert rendered(family, case, without_offsets(family)) == found
     assert tokenizer(family).unk_token_id not in found.input_ids and "<unk>" not in case["tokens"]
 
 
