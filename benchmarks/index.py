@@ -40,7 +40,7 @@ def build(folder: Path) -> tuple[pd.DataFrame, dict[str, Path], int]:
             stored += size_bytes
             lines.append({"slot": slot, "n_tokens": n, "sample_id": sample, "bytes": size_bytes, "sha256": sample})
             rows.append(
-                (sample, shard, slot, "train", n, n // 2, [n // 2, n], "conversations.jsonl", len(rows), sample)
+                (sample, shard, slot, "train", n, n // 2, 1.0, [n // 2, n], "conversations.jsonl", len(rows), sample)
             )
         manifests[shard] = folder / shard / "manifest.json"
         write_json(manifests[shard], {"key": "k", "samples": lines})

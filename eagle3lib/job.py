@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -172,6 +174,29 @@ def read_lines(path: str | os.PathLike) -> Iterator[Any]:
         for line in file:
             with suppress(ValueError):
                 yield json.loads(line)
+
+
+def in_order(function: Callable[[Any], Any], inputs: Iterable[Any], threads: int, ahead: int) -> Generator:
+    """`function` of each input, in their order, computed by `threads` up to `ahead` inputs before it is asked for.
+
+    The inputs are read in the caller's thread. What reading them raises comes after the results of those before.
+    """
+    source, waiting, fault = iter(inputs), deque[Future](), None
+    pool = ThreadPoolExecutor(threads)
+    try:
+        while True:
+            while fault is None and len(waiting) < ahead:
+                try:
+                    waiting.append(pool.submit(function, next(source)))
+                except Exception as error:
+                    fault = error
+            if not waiting:
+                break
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if not isinstance(fault, StopIteration):
+        raise fault
 
 
 def fsync_folder(folder: str | os.PathLike) -> None:

@@ -6,6 +6,7 @@ are computed: hashing, checking, decoding fp8 and copying let go of the interpre
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections import deque
@@ -30,18 +31,20 @@ if TYPE_CHECKING:
 
 WINDOW = 128  # samples that are packed among each other: small enough that packs differ from epoch to epoch
 READERS = 4  # threads of one rank; more than a disk needs, fewer than would disturb a step
+GOLDEN = 0.6180339887498949  # its multiples, modulo 1, are spread evenly however many there are
 AHEAD = 2  # steps whose documents are read before they are needed: a slow file has that long
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Where a sample's states lie, and which of its tokens supervise."""
+    """Where a sample's states lie, which of its tokens supervise, and how often an epoch takes it."""
 
     path: str
     n_tokens: int
     reply_bounds: tuple[int, ...]
     split: str
     sha256: str | None = None
+    weight: float = 1.0
 
 
 # --- packs -------------------------------------------------------------------------------------------------------
@@ -60,6 +63,18 @@ def first_fit_decreasing(indices: Sequence[int], lengths: Sequence[int], capacit
         packs[place].append(index)
         room[place] -= lengths[index]
     return packs
+
+
+def taken(samples: Sequence[Sample], indices: Sequence[int], epoch: int) -> list[int]:
+    """`indices` as often as an epoch takes them: twice for weight 2, in every other epoch for 0.5.
+
+    Each sample's copies are spread evenly over the epochs, and each epoch has its share of all: neighbours take turns.
+    """
+    copies = []
+    for i in indices:
+        weight, turn = samples[i].weight, i * GOLDEN % 1
+        copies += [i] * (math.floor((epoch + 1) * weight + turn) - math.floor(epoch * weight + turn))
+    return copies if any(samples[i].weight != 1 for i in indices) else list(indices)
 
 
 def epoch_packs(indices: Sequence[int], lengths: Sequence[int], capacity: int, seed: str) -> list[list[int]]:

@@ -1,12 +1,15 @@
-"""The report's pages of tables: all drafts in short, the GPUs before a training, what a draft came from."""
+"""The report's pages of tables: all drafts in short, the dataset, the GPUs before a training, what a draft came from."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3lib import gpus, trace
+import pandas as pd
+
+from eagle3lib import gpus, inspection, trace
 from eagle3lib import summary as figures
 from eagle3lib.comparison import figure
 from eagle3lib.disk import size
@@ -68,6 +71,48 @@ def _way(run: Mapping[str, Any], of: str) -> list[Table]:
 
 def _versions(versions: Mapping[str, str]) -> Table:
     return Table("Versions of the packages", list(versions.items()), ("package", "version"))
+
+
+def dataset(folder: Path, shown: int = 10) -> str:
+    """What became of the conversations of `results/{target}/{dataset}`, and a few of its samples."""
+    table = pd.read_parquet(folder / "samples.parquet")
+    mixture = json.loads((folder / "mixture.json").read_text("utf-8"))
+    tokenizer = inspection.tokenizer_of(folder)
+    texts = [inspection.as_table(tokenizer, sample) for sample in inspection.drawn(folder, table, shown)]
+    about = "Marked: the tokens that supervise. Any other sample: python -m eagle3lib show SHARD SLOT"
+    return as_page("Dataset", [*_mixture(mixture), *texts], about)
+
+
+def _mixture(mixture: Mapping[str, Any]) -> list[Table]:
+    every = max(mixture["conversations"], 1)
+    sources = [
+        (
+            one["source"] + "".join(f" at {fetched['revision'][:12]}" for fetched in one["fetched"]),
+            f"{one['conversations']:,}",
+            f"{one['samples']:,}",
+            f"{one['tokens']:,}",
+            f"{one['supervised']:,}",
+            f"{one['weight']:g}",
+            f"{one['taken']:.1%}",
+        )
+        for one in mixture["sources"]
+    ]
+    header = ("source", "conversations", "samples", "tokens", "supervised", "weight", "share of an epoch")
+    found = [Table("Sources", sources, header, "The share of an epoch is of the tokens, by weight.")]
+    rejected = [
+        (reason, f"{n:,}", f"{n / every:.1%}", ", ".join(_rejected_by(mixture, reason)))
+        for reason, n in mixture["rejected"].items()
+    ]
+    header, note = ("reason", "conversations", "share", "of"), "Each with file and line in rejected.jsonl."
+    found.append(Table("Rejected", rejected or [("none", "0", "-", "")], header, note))
+    for title, first, counts in (("Lengths", "tokens, at most", "lengths"), ("Languages", "language", "languages")):
+        rows = [(f"{int(k):,}" if k.isdigit() else k, f"{n:,}") for k, n in mixture[counts].items()]
+        found += [Table(title, rows, (first, "samples"))] if rows else []
+    return found
+
+
+def _rejected_by(mixture: Mapping[str, Any], reason: str) -> list[str]:
+    return [f"{one['source']} {one['rejected'][reason]:,}" for one in mixture["sources"] if reason in one["rejected"]]
 
 
 def gpu_release(record: Mapping[str, Any]) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle3lib import config as settings
-from eagle3lib import engines, hidden_states, question_sets, shards, sources, targets, warm_start
+from eagle3lib import curation, engines, hidden_states, question_sets, remote, shards, sources, targets, warm_start
 from eagle3lib.config import RunConfig, plain
 from eagle3lib.errors import UserError
 from eagle3lib.lineage import code, versions
@@ -78,7 +78,11 @@ class Run:
     def shaping(self, section: str) -> dict[str, Any]:
         """A section as plain values, less the settings that change no result: what a rule tracks as a param."""
         values = plain(getattr(self.cfg, section))
-        return {name: value for name, value in values.items() if name not in NOT_SHAPING.get(section, set())}
+        shaping = {name: value for name, value in values.items() if name not in NOT_SHAPING.get(section, set())}
+        # Which files there are is known by the inputs; how they are read is not.
+        if section == "dataset" and (read_as := [one for one in values["conversations"] if isinstance(one, dict)]):
+            shaping["sources"] = read_as
+        return shaping
 
     def reply_shaping(self) -> dict[str, Any]:
         """All that decides a reply, beside its prompt."""
@@ -161,6 +165,19 @@ class Plan:
         """`paths` of the runs that name other drafts to compare with."""
         return [pattern.format(**run.names) for run in self.runs if run.cfg.acceptance.drafts]
 
+    def source_spec(self, path: str) -> str:
+        """The entry of a configuration, or the `package:` spec, whose conversations lie at `path`."""
+        entries = [one.path for run in self.runs for one in run.cfg.dataset.conversations]
+        entries += [entry for run in self.runs for entry in run.cfg.acceptance.prompts]
+        for spec in [*sources.specs(), *filter(sources.is_fetched, entries)]:
+            if str(sources.source_path(spec, SOURCES)) == path:
+                return spec
+        raise UserError(f"{path}: no known source of prompts lies there; known: {', '.join(sources.known())}")
+
+    def source_code(self, path: str) -> str | None:
+        """Digest of the code that makes the prompts at `path`. What lies elsewhere is fetched once, by any code."""
+        return None if remote.is_remote(self.source_spec(path)) else code("eagle3lib.sources")
+
     def shaping(self, section: str) -> Callable[[Any], dict[str, Any]]:
         return lambda wildcards: self.of(wildcards).shaping(section)
 
@@ -189,9 +206,22 @@ def _identify(target: settings.TargetConfig) -> targets.TargetIdentity:
     return targets.identify(target, STORE / "fingerprints" / f"{target.name}.json")
 
 
-def conversation_files(entries: list[str]) -> list[str]:
-    """Local paths of `dataset.conversations` or `acceptance.prompts`; those of packages are made by a rule."""
-    return [str(path) for path in sources.resolve(entries, SOURCES)]
+def conversation_files(entries: Sequence[str | settings.SourceConfig]) -> list[str]:
+    """Local paths of `dataset.conversations` or `acceptance.prompts`; those that are fetched are made by a rule."""
+    return [str(path) for path in sources.files(entries, SOURCES)]
+
+
+def avoided_files(cfg: RunConfig) -> list[str]:
+    """The questions of the evaluation that no conversation may hold; none unless dataset.decontaminate_words."""
+    if not cfg.dataset.decontaminate_words:
+        return []
+    return [*conversation_files(cfg.acceptance.prompts), *set_files(cfg.acceptance.sets)]
+
+
+def avoided(cfg: RunConfig) -> Iterator[curation.Question]:
+    """What stands in `avoided_files`."""
+    if cfg.dataset.decontaminate_words:
+        yield from curation.questions(conversation_files(cfg.acceptance.prompts), cfg.acceptance, SOURCES)
 
 
 def set_files(entries: list[str]) -> list[str]:
@@ -202,14 +232,6 @@ def set_files(entries: list[str]) -> list[str]:
 def draft_folders(entries: list[str]) -> list[str]:
     """The folders among `acceptance.drafts`: those under results/ are made by a rule, the others are there."""
     return [entry for entry in entries if Path(entry).is_dir() or Path(entry).parts[:1] == RESULTS.parts]
-
-
-def source_spec(path: str) -> str:
-    """The `package:` spec whose prompts lie at `path`."""
-    for spec in sources.specs():
-        if str(sources.source_path(spec, SOURCES)) == path:
-            return spec
-    raise UserError(f"{path}: no known source of prompts lies there; known: {', '.join(sources.known())}")
 
 
 # --- after the checkpoint ----------------------------------------------------------------------------

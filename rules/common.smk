@@ -59,6 +59,10 @@ def prompt_files(wildcards):
     return asked(planning.conversation_files, cfg(wildcards).acceptance.prompts)
 
 
+def avoided_files(wildcards):
+    return asked(planning.avoided_files, cfg(wildcards))
+
+
 def set_files(wildcards):
     return asked(planning.set_files, cfg(wildcards).acceptance.sets)
 

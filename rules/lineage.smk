@@ -18,7 +18,9 @@ def shown(file, stage, name):
 rule plot_results:
     input:
         samples=f"{DATASET}/samples.parquet",
+        target=f"{TARGET}/target.json",
         rejected=f"{DATASET}/rejected.jsonl",
+        mixture=f"{DATASET}/mixture.json",
         storage=f"{STATES}/storage_plan.json",
         states=f"{STATES}/data_config.json",
         release=f"{DRAFT}/gpu_release.json",
@@ -29,6 +31,7 @@ rule plot_results:
     output:
         sample_lengths=shown("sample_lengths.svg", "1 samples", "lengths"),
         rejected_samples=shown("rejected_samples.svg", "1 samples", "rejected lines"),
+        dataset=shown("dataset.html", "1 samples", "sources, ten samples"),
         storage=shown("storage.svg", "2 hidden states", "storage"),
         gpu_release=shown("gpu_release.html", "3 training", "GPUs before it"),
         training=shown("training.svg", "3 training", "loss and accuracy"),

@@ -1,8 +1,8 @@
 # conversations -> replies of the target -> samples: token ids with a loss mask, in shards.
 #
-# in:   the user's JSONL, or prompts out of a package
+# in:   the user's files, or what is fetched: of the hub, of a bucket, out of a package
 # out:  results/targets/{target}/target.json
-#       results/{target}/{dataset}/samples.parquet, shards/{shard}.jsonl, shards.json, rejected.jsonl
+#       results/{target}/{dataset}/samples.parquet, shards/{shard}.jsonl, shards.json, rejected.jsonl, mixture.json
 
 
 rule prepare_target:
@@ -29,8 +29,8 @@ rule fetch_prompts:
     benchmark:
         "results/benchmarks/fetch_prompts/{source}.tsv"
     params:
-        source=lambda w, output: planning.source_spec(output.prompts),
-        code=code("eagle3lib.sources"),
+        source=lambda w, output: plan.source_spec(output.prompts),
+        code=lambda w, output: plan.source_code(output.prompts),
     script:
         "../scripts/fetch_prompts.py"
 
@@ -39,6 +39,7 @@ rule regenerate_replies:
     input:
         target=f"{TARGET}/target.json",
         conversations=conversation_files,
+        avoided=avoided_files,
         template=template_file,
     output:
         replies=f"{DATASET}/replies/{{part}}.jsonl",
@@ -51,7 +52,7 @@ rule regenerate_replies:
     params:
         dataset=plan.shaping("dataset"),
         shaping=lambda w: plan.of(w).reply_shaping(),
-        code=lambda w: plan.of(w).code("eagle3lib.regeneration"),
+        code=lambda w: plan.of(w).code("eagle3lib.regeneration", "eagle3lib.curation"),
     script:
         "../scripts/regenerate_replies.py"
 
@@ -60,11 +61,13 @@ checkpoint shard_samples:
     input:
         target=f"{TARGET}/target.json",
         conversations=reply_files,
+        avoided=avoided_files,
         template=template_file,
     output:
         samples=f"{DATASET}/samples.parquet",
         shards=f"{DATASET}/shards.json",
         rejected=f"{DATASET}/rejected.jsonl",
+        mixture=f"{DATASET}/mixture.json",
     log:
         "logs/shard_samples/{target}/{dataset}.log",
     benchmark:

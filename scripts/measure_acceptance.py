@@ -13,7 +13,7 @@ with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
     target, open_engine = engine_job.prepare(run, snakemake, "evaluate")
     tokenizer = AutoTokenizer.from_pretrained(target.path, trust_remote_code=run.target.trust_remote_code)
-    conversations = samples.read(snakemake.input.prompts, run.acceptance.max_prompts)
+    conversations = samples.fit(samples.read(snakemake.input.prompts, run.acceptance.max_prompts))
     speaker = bench.Speaker(tokenizer, target, run.dataset.chat_template, run.dataset.chat_template_options)
     prompts = [speaker.prompt(samples.prompt_messages(one.messages)) for one in conversations]
     # Measured once: a sample linked again runs this job again, and changes no byte of the draft.

@@ -18,5 +18,6 @@ with job_log(snakemake.log[0]):
     plots.plot_rejected(Counter(run["rejected"]), out.rejected_samples)
     plots.plot_storage(run["storage"], out.storage)
     plots.plot_throughput({summary.WORK[kind]: one for kind, one in run["throughput"].items()}, out.throughput)
+    write_text(out.dataset, pages.dataset(Path(files.samples).parent))
     write_text(out.gpu_release, pages.gpu_release(json.loads(Path(files.release).read_text())))
     write_text(out.lineage, pages.lineage(Path(files.acceptance).parent, Path(files.acceptance)))

@@ -5,14 +5,15 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from eagle3lib import engine_job, ledger, plan, regeneration, samples
+from eagle3lib import curation, engine_job, ledger, plan, regeneration, samples, sources
 from eagle3lib.job import job_log
 
 with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
     target, open_engine = engine_job.prepare(run, snakemake, "generate")
     part, parts = int(snakemake.wildcards.part), run.regenerate.parts
-    conversations = samples.read(snakemake.input.conversations, run.dataset.max_conversations)
+    read = samples.read(sources.of(run.dataset.conversations, plan.SOURCES), run.dataset.max_conversations)
+    conversations = curation.Curator(run.dataset, plan.avoided(run), prompts_only=True).curate(read)
     budget = run.dataset.token_budget
     name, shaping = plan.dataset_name(run), snakemake.params.shaping
     with ledger.Work(plan.STORE, "replies", name, shaping) as work:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from eagle3lib import plan, shards
+from eagle3lib import plan, shards, sources
 from eagle3lib.job import job_log
 from eagle3lib.targets import TargetInfo
 
@@ -12,10 +12,11 @@ with job_log(snakemake.log[0]):
     run = plan.load_run(snakemake)
     target = TargetInfo.read(snakemake.input.target)
     shards.shard_samples(
-        snakemake.input.conversations,
+        sources.of(run.dataset.conversations, plan.SOURCES),
         AutoTokenizer.from_pretrained(target.path, trust_remote_code=run.target.trust_remote_code),
         run.dataset,
         Path(snakemake.output.samples).parent,
         vocab_size=target.vocab_size,
-        regenerated=run.regenerate.enabled,
+        replies=snakemake.input.conversations if run.regenerate.enabled else None,
+        asked=plan.avoided(run),
     )
