@@ -121,8 +121,11 @@ class DatasetConfig(Section):
     decontaminate_words: int | None = Field(
         None,
         ge=3,
-        description="Leave out a conversation that has so many words in a row in common with a question of "
-        "acceptance.prompts or .sets, or a whole shorter question; 13, say. null: none is.",
+        description="Leave out a conversation with so many words in a row that a question of "
+        "acceptance.prompts or .sets has too, or that asks a whole shorter one; 13, say. null: none is.",
+    )
+    drop_degenerate: bool = Field(
+        False, description="Leave out a sample with a reply that repeats itself, as the acceptance's figures do."
     )
     count_languages: bool = Field(False, description="Tell the languages of the conversations in the report.")
 
@@ -132,11 +135,24 @@ class RegenerateConfig(Section):
 
     enabled: bool = Field(True, description="false: train on the replies that the conversations hold.")
     max_new_tokens: int = Field(256, ge=1, description="Longest reply in tokens.")
-    temperature: float = Field(0.0, ge=0, description="0: greedy.")
+    temperature: Annotated[float, Field(ge=0)] | Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = (
+        Field(0.0, description="0: greedy. A list: each prompt gets one of these, by its content; repeat one for more.")
+    )
+    turns: Literal["last", "all"] = Field(
+        "last",
+        description="all: the target answers every turn of a conversation on the history of its own replies; recorded "
+        "tool calls stay with their results.",
+    )
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; only with temperature > 0.")
     seed: int = Field(0, description="Seed of the sampling; each prompt has its own stream.")
     batch_size: int = Field(32, ge=1, description="Prompts decoded at once by a job.")
     parts: int = Field(1, ge=1, le=999, description="Jobs the prompts are dealt to.")
+    url: str | None = Field(
+        None,
+        pattern=r"^https?://",
+        description="An OpenAI-compatible server of this target that answers instead of the engine, as http://host:8000; "
+        "its API key in the variable engine.key_variable. Token ids where it returns them (vLLM does).",
+    )
     draft: Path | None = Field(
         None,
         description="A folder with an EAGLE-3 draft of this target that SGLang decodes with: sooner, the same replies. "

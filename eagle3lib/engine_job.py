@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from eagle3lib.targets import TargetInfo
 def prepare(run: RunConfig, job: Any, role: str) -> tuple[TargetInfo, Callable[[], Any]]:
     """Hold the GPUs granted to the script's `job` against engine.gpus and take its threads; the target, and how to
     load it (which costs minutes: call it when something must be computed) for "generate", "extract" or "evaluate"."""
-    gpus.check_granted(job.resources.gpu, run.engine.gpus_a_job, "engine.gpus")
+    served = role == "generate" and run.regenerate.url
+    gpus.check_granted(job.resources.gpu, 0 if served else run.engine.gpus_a_job, "engine.gpus")
     torch.set_num_threads(job.threads)
     target = TargetInfo.read(job.input.target)
     layers = job.params.key["aux_layer_ids"] if role == "extract" else []
@@ -34,6 +36,10 @@ def open_for(
     draft: str | Path | None = None,
 ) -> Engine:
     """The configured engine. Without a GPU drafts are evaluated in transformers: SGLang cannot serve them there."""
+    if role == "generate" and run.regenerate.url:
+        from eagle3lib.engines.served import ServedEngine
+
+        return ServedEngine(run.regenerate.url, target, os.environ.get(run.engine.key_variable, ""))
     if run.engine.name == "transformers" or (role == "evaluate" and not run.engine.gpus):
         return open_engine(run.engine, target.path, run.target.trust_remote_code)
     from eagle3lib.engines.sglang.client import SGLangEngine

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -197,6 +197,20 @@ def in_order(function: Callable[[Any], Any], inputs: Iterable[Any], threads: int
         pool.shutdown(cancel_futures=True)
     if not isinstance(fault, StopIteration):
         raise fault
+
+
+def in_flight(function: Callable[[Any], Any], items: Iterable[Any], n: int) -> Iterator[tuple[Future, Any]]:
+    """(future, item) as they end, `n` running; `items` may have one more after it had none (as regeneration's)."""
+    waiting = iter(items)
+    running: dict[Future, Any] = {}
+    with ThreadPoolExecutor(n) as pool:
+        while True:
+            while len(running) < n and (item := next(waiting, None)) is not None:
+                running[pool.submit(function, item)] = item
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield future, running.pop(future)
 
 
 def fsync_folder(folder: str | os.PathLike) -> None:

@@ -28,7 +28,7 @@ SOURCES = RESULTS / "store" / "sources"
 # How fast or where, not what: settings that never rerun anything.
 NOT_SHAPING = {
     "dataset": {"name", "conversations", "shard_size"},
-    "regenerate": {"batch_size", "parts", "draft"},
+    "regenerate": {"batch_size", "parts", "draft", "url"},
     "draft": {"name", "initial"},
     "training": {"gpus", "processes", "checkpoint_minutes", "trackers", "tracker_project"},
     "acceptance": {"prompts", "sets", "drafts"},
@@ -84,6 +84,11 @@ class Run:
             shaping["sources"] = read_as
         return shaping
 
+    @property
+    def gpus_of_replies(self) -> int:
+        """GPUs that a job of regenerate_replies holds: none of ours when a server answers."""
+        return 0 if self.cfg.regenerate.url else self.cfg.engine.gpus_a_job
+
     def reply_shaping(self) -> dict[str, Any]:
         """All that decides a reply, beside its prompt."""
         key = self.key
@@ -92,6 +97,8 @@ class Run:
             "engine": key.engine,
             "compute_dtype": key.compute_dtype,
             "regenerate": self.shaping("regenerate"),
+            # Whose arithmetic is not known: never taken for the engine's own.
+            **({"served": True} if self.cfg.regenerate.url else {}),
         }
 
     def draft_shaping(self) -> dict[str, Any]:

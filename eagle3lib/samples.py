@@ -94,7 +94,8 @@ class Conversation:
 class Reply:
     """A prompt and the target's own reply to it, as the token ids that the engine saw and made.
 
-    finish: "stop" or "length"; or, with no reply, why there is none, and `detail` says more.
+    finish: "stop" or "length"; or, with no reply, why there is none, and `detail` says more. reply_bounds: the target's
+    earlier replies among prompt_ids, [s0, e0, s1, e1, …].
     """
 
     messages: list[Message]
@@ -105,6 +106,7 @@ class Reply:
     line: int
     sha256: str
     detail: str = ""
+    reply_bounds: Sequence[int] = ()
 
 
 def expand(entries: Iterable[str | Path]) -> list[Path]:

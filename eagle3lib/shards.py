@@ -19,11 +19,11 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from eagle3lib import chat, curation, remote, samples
+from eagle3lib import acceptance, chat, curation, remote, samples
 from eagle3lib.config import DatasetConfig
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import pairs, sample_id
@@ -287,7 +287,8 @@ class _Filter:
     def _of_reply(self, one: samples.Reply) -> _Prepared:
         if not one.reply_ids and one.finish not in ("stop", "length"):
             raise _Unfit(one.finish, one.detail or "no reply was made")
-        return chat.append_reply(one.prompt_ids, one.reply_ids)
+        rendered = chat.append_reply(one.prompt_ids, one.reply_ids)
+        return replace(rendered, reply_bounds=[*pairs(one.reply_bounds), *rendered.reply_bounds])
 
     def _tokenize(self, prepared: _Prepared | Exception) -> chat.Rendered | Exception:
         try:
@@ -349,6 +350,8 @@ class _Filter:
         ids, spans = self._cut(rendered)
         if not any(end - start >= 2 for start, end in spans):
             raise _Unfit("no_supervised_tokens", "no reply of two tokens or more to learn from")
+        if self.dataset.drop_degenerate and any(acceptance.is_degenerate(ids[start:end]) for start, end in spans):
+            raise _Unfit("degenerate", acceptance.DEGENERATE_RULE)
         identity = sample_id(ids)
         if (key := bytes.fromhex(identity)) in self.seen:
             raise _Unfit("duplicate", f"same token ids as an earlier sample, {identity}")

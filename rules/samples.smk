@@ -48,7 +48,7 @@ rule regenerate_replies:
     benchmark:
         "results/benchmarks/regenerate_replies/{target}/{dataset}/{part}.tsv"
     resources:
-        gpu=lambda w: cfg(w).engine.gpus_a_job,
+        gpu=lambda w: plan.of(w).gpus_of_replies,
     params:
         dataset=plan.shaping("dataset"),
         shaping=lambda w: plan.of(w).reply_shaping(),

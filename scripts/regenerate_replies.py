@@ -23,7 +23,7 @@ with job_log(snakemake.log[0]):
             open_engine,
             run.dataset,
             run.regenerate,
-            [target.fingerprint, shaping["engine"], shaping["compute_dtype"]],
+            [target.fingerprint, shaping["engine"], shaping["compute_dtype"], *(["served"] * ("served" in shaping))],
             budget and -(-budget // parts),
             plan.STORE / "replies",
             Path(snakemake.output.replies),

@@ -9,22 +9,19 @@ ends whole.
 
 from __future__ import annotations
 
-import json
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from eagle3lib import acceptance
 from eagle3lib.config import AcceptanceConfig
+from eagle3lib.engines.served import Api, token_ids
 from eagle3lib.errors import UserError
 from eagle3lib.evaluation import Decoded, chain_of
 from eagle3lib.targets import TargetInfo
 
-SECONDS = 3600.0  # for one answer
 SETTLED = 10.0  # seconds that counters may lag behind an answer
 COUNTER = re.compile(
     r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total(?:\{([^}]*)\})? (\S+)$", re.MULTILINE
@@ -51,10 +48,11 @@ class Server:
         key: str = "",
         without: str | None = None,
     ):
-        self.url, self.without, self.key = _base(url), without and _base(without), key
+        self.api, self.without = Api(url, key), Api(without, key) if without else None
+        self.url = self.api.url
         self.target, self.cfg, self.tokenizer = target, cfg, tokenizer
-        self.model = self._json(f"{self.url}/v1/models")["data"][0]["id"]
-        trial = self._complete(self.url, [0, 0], 0.0, 0, {"max_tokens": 8, "ignore_eos": True, "stop_token_ids": []})
+        self.model = self.api.model
+        trial = self._complete(self.api, [0, 0], 0.0, 0, {"max_tokens": 8, "ignore_eos": True, "stop_token_ids": []})
         self.by_request = details(trial) is not None
         if not self.by_request and self._counters() is None:
             raise UserError(
@@ -73,13 +71,13 @@ class Server:
     ) -> Iterator[tuple[int, Decoded]]:
         """As `evaluation.Decoder`; one at a time where only sums are told."""
         if self.by_request:
-            for number, answer in self._all(self.url, prompts, temperature, seeds, at_once):
+            for number, answer in self._all(self.api, prompts, temperature, seeds, at_once):
                 told = details(answer)
                 yield number, self._decoded(answer, *(([], True) if told is None else told))
             return
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             before = self._counters() or {}
-            answer = self._complete(self.url, prompt, temperature, seed)
+            answer = self._complete(self.api, prompt, temperature, seed)
             yield number, self._decoded(answer, self._histogram(before, answer), False)
 
     def plain(
@@ -99,17 +97,14 @@ class Server:
         return Decoded(self._ids(answer), passes=passes, ordered=ordered)
 
     def _ids(self, answer: dict[str, Any]) -> list[int]:
-        choice = answer["choices"][0]
-        if choice.get("token_ids") is not None:
-            return list(choice["token_ids"])
-        return list(self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"])
+        return token_ids(answer["choices"][0], self.tokenizer)
 
     def _all(
-        self, url: str, prompts: Sequence[Sequence[int]], temperature: float, seeds: Sequence[int], at_once: int
+        self, api: Api, prompts: Sequence[Sequence[int]], temperature: float, seeds: Sequence[int], at_once: int
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         with ThreadPoolExecutor(at_once) as pool:
             work = {
-                pool.submit(self._complete, url, prompt, temperature, seed): number
+                pool.submit(self._complete, api, prompt, temperature, seed): number
                 for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
             }
             try:
@@ -119,7 +114,7 @@ class Server:
                 pool.shutdown(cancel_futures=True)
 
     def _complete(
-        self, url: str, prompt: Sequence[int], temperature: float, seed: int, more: Mapping[str, Any] | None = None
+        self, api: Api, prompt: Sequence[int], temperature: float, seed: int, more: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         body = {
             "model": self.model,
@@ -131,14 +126,14 @@ class Server:
             "return_token_ids": True,
             "return_spec_tokens_details": True,
         }
-        return self._json(f"{url}/v1/completions", body | dict(more or {}))
+        return api.json("/v1/completions", body | dict(more or {}))
 
     # --- what was accepted ---------------------------------------------------------------------------
 
     def _chain(self, trial: dict[str, Any]) -> dict[str, Any]:
         """The three numbers of the table's head, from whatever tells them."""
         try:
-            told = self._json(f"{self.url}/get_server_info")
+            told = self.api.json("/get_server_info")
             found = {
                 "draft_steps": told["speculative_num_steps"],
                 "topk": told["speculative_eagle_topk"],
@@ -155,7 +150,7 @@ class Server:
     def _counters(self) -> dict[str, Any] | None:
         """vLLM's sums: {"passes", "accepted" by position}; None where the server has none."""
         try:
-            text = self._text(f"{self.url}/metrics")
+            text = self.api.text("/metrics")
         except UserError:
             return None
         return counters(text)
@@ -177,30 +172,6 @@ class Server:
                     "every replica answer there? start vLLM with --per-request-spec-decode-metrics detailed instead"
                 )
             time.sleep(0.05)
-
-    # --- HTTP ----------------------------------------------------------------------------------------
-
-    def _json(self, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        text = self._text(url, body)
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise UserError(f"{url}: answers no JSON ({text[:100]!r}); is it an OpenAI-compatible server?") from None
-
-    def _text(self, url: str, body: dict[str, Any] | None = None) -> str:
-        headers = {"Content-Type": "application/json"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
-        request = urllib.request.Request(url, json.dumps(body).encode() if body is not None else None, headers)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment
-        try:
-            with opener.open(request, timeout=SECONDS) as response:
-                return response.read().decode()
-        except urllib.error.HTTPError as error:
-            said = " ".join(error.read().decode(errors="replace").split())[:300]
-            raise UserError(f"{url}: answers {error.code}: {said}; check its flags and EAGLE3LIB_ENGINE_KEY") from None
-        except OSError as error:
-            raise UserError(f"{url}: cannot be reached ({error}); start the server, or correct the address") from None
 
 
 def details(answer: dict[str, Any]) -> tuple[list[int], bool] | None:
@@ -229,7 +200,3 @@ def counters(text: str) -> dict[str, Any] | None:
             if place:
                 accepted[int(place[1])] = accepted.get(int(place[1]), 0) + int(float(value))
     return {"passes": passes, "accepted": [accepted[k] for k in sorted(accepted)]} if found else None
-
-
-def _base(url: str) -> str:
-    return url.rstrip("/").removesuffix("/v1")

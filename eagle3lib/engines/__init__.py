@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 # (key, prompt ids, seed of its sampling) and (key, reply ids, "stop" or "length")
 Prompt = tuple[Any, Sequence[int], int]
 Reply = tuple[Any, list[int], str]
+# One for all prompts, or that of a prompt by its key. 0 is greedy.
+Temperature = float | Callable[[Any], float]
+
+
+def of_prompt(temperature: Temperature, key: Any) -> float:
+    return temperature(key) if callable(temperature) else temperature
 
 
 # The modules that compute, by the engine's name. (Who starts a server or ends it computes nothing.)
@@ -60,7 +66,7 @@ class Engine(Protocol):
         self,
         prompts: Iterable[Prompt],
         max_new_tokens: int,
-        temperature: float = 0.0,
+        temperature: Temperature = 0.0,
         top_p: float = 1.0,
         batch_size: int = 32,
         eos_ids: Sequence[int] | None = None,

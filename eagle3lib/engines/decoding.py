@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eagle3lib.engines import Prompt, Reply
+from eagle3lib.engines import Prompt, Reply, Temperature, of_prompt
 from eagle3lib.engines.ragged import BANK, Piece, RaggedPass, SlotCache, common_prefix
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class _Running:
 
     key: Any
     prompt: Sequence[int]
+    temperature: float
     uniforms: torch.Tensor | None  # one number in [0, 1) for each token to come
     reply: list[int] = field(default_factory=list)
 
@@ -43,7 +44,7 @@ class Decoding:
         engine: TransformersEngine,
         slots: int,
         max_new_tokens: int,
-        temperature: float,
+        temperature: Temperature,
         top_p: float,
         stop: set[int],
     ):
@@ -62,10 +63,10 @@ class Decoding:
                 return
             key, ids, seed = prompt
             self.engine._check_ids(ids)
-            uniforms = None
-            if self.temperature > 0:
+            uniforms, temperature = None, of_prompt(self.temperature, key)
+            if temperature > 0:
                 uniforms = torch.rand(self.max_new_tokens, generator=torch.Generator().manual_seed(seed))
-            self.running.append(_Running(key, ids, uniforms))
+            self.running.append(_Running(key, ids, temperature, uniforms))
             rows += len(ids)
             if not self.n_started:
                 return  # alone: the others copy from it what they share
@@ -110,10 +111,13 @@ class Decoding:
         singles = [running.cached for running in started]
         ragged = RaggedPass(pieces, self.cache, singles, self.engine.device)
         logits = self.engine._run(self.engine.model, rows, ragged, logits_to_keep=ragged.last_rows()).logits[0]
-        if self.temperature == 0:
-            return logits.argmax(-1).tolist()
-        drawn = [r.uniforms[len(r.reply)] for r in self.running if r.uniforms is not None]
-        return sample(logits, self.temperature, self.top_p, torch.stack(drawn).to(logits.device)).tolist()
+        tokens = logits.argmax(-1)
+        if sampled := [i for i, r in enumerate(self.running) if r.uniforms is not None]:
+            drawn = torch.stack([r.uniforms[len(r.reply)] for r in self.running if r.uniforms is not None])
+            temperatures = torch.tensor([self.running[i].temperature for i in sampled], device=logits.device)
+            of_rows = torch.tensor(sampled, device=logits.device)
+            tokens[of_rows] = sample(logits[of_rows], temperatures[:, None], self.top_p, drawn.to(logits.device))
+        return tokens.tolist()
 
     def _share_prefix(self, slot: int, prompt: Sequence[int]) -> int:
         """Copy what a running prompt has in common with a new one (its system prompt); how many positions."""
@@ -126,8 +130,8 @@ class Decoding:
         return shared
 
 
-def sample(logits: torch.Tensor, temperature: float, top_p: float, uniforms: torch.Tensor) -> torch.Tensor:
-    """Draw a token a row: logits [B, V], uniforms [B] in [0, 1) -> [B].
+def sample(logits: torch.Tensor, temperature: float | torch.Tensor, top_p: float, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draw a token a row: logits [B, V], temperature one or [B, 1], uniforms [B] in [0, 1) -> [B].
 
     top_p keeps the fewest most likely tokens whose probabilities sum to at least top_p (Holtzman et al. 2020).
     """

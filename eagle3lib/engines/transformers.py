@@ -17,7 +17,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
-from eagle3lib.engines import Prompt, Reply, States
+from eagle3lib.engines import Prompt, Reply, States, Temperature
 from eagle3lib.engines.decoding import Decoding
 from eagle3lib.engines.probe import probe
 from eagle3lib.engines.ragged import ATTENTION, Piece, RaggedPass, SlotCache, common_prefix
@@ -133,7 +133,7 @@ class TransformersEngine:
         self,
         prompts: Iterable[Prompt],
         max_new_tokens: int,
-        temperature: float = 0.0,
+        temperature: Temperature = 0.0,
         top_p: float = 1.0,
         batch_size: int = 32,
         eos_ids: Sequence[int] | None = None,

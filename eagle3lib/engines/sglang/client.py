@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from pathlib import Path
@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from eagle3lib.config import EngineConfig, GpusConfig
-from eagle3lib.engines import File, Prompt, Reply, States
+from eagle3lib.engines import File, Prompt, Reply, States, Temperature, of_prompt
 from eagle3lib.engines.probe import probe
 from eagle3lib.engines.sglang.launch import Wanted
 from eagle3lib.engines.sglang.lease import Handle, Lease, post
 from eagle3lib.engines.sglang.requests import Request
 from eagle3lib.errors import UserError
+from eagle3lib.job import in_flight
 from eagle3lib.targets import TargetInfo, load_head
 
 # A target is compared with transformers when it fits into this share of the memory that is free, twice (fp32 weights).
@@ -68,7 +69,7 @@ class SGLangEngine:
         `requests_in_flight` at once; `files` is read as they end. A ValueError stands for states that are not finite.
         Raises OSError where the server could not write (its errno), UserError when it fails too often.
         """
-        for future, file in _in_flight(self._write, files, self.engine.requests_in_flight):
+        for future, file in in_flight(self._write, files, self.engine.requests_in_flight):
             yield file, future.result()
 
     def _write(self, file: File) -> dict[str, Any] | ValueError:
@@ -169,7 +170,7 @@ class SGLangEngine:
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
-        temperature: float = 0.0,
+        temperature: Temperature = 0.0,
         seeds: Sequence[int] = (),
         at_once: int | None = None,
     ) -> Iterator[Drafted]:
@@ -184,30 +185,32 @@ class SGLangEngine:
             # A reply of one token has seen no verification, and SGLang then says nothing of it.
             return number, list(got["output_ids"]), list(got["meta_info"].get("spec_correct_drafts_histogram", []))
 
-        for future, _ in _in_flight(answer, enumerate(prompts), at_once or self.engine.requests_in_flight):
+        for future, _ in in_flight(answer, enumerate(prompts), at_once or self.engine.requests_in_flight):
             yield future.result()
 
     def generate(
         self,
         prompts: Iterable[Prompt],
         max_new_tokens: int,
-        temperature: float = 0.0,
+        temperature: Temperature = 0.0,
         top_p: float = 1.0,
         batch_size: int = 32,
         eos_ids: Sequence[int] | None = None,
     ) -> Iterator[Reply]:
         """Replies (key, reply ids, "stop" or "length") as they end; the end-of-turn token counts as reply."""
         stop = self.target.eos_token_ids if eos_ids is None else list(eos_ids)
-        sampling = self._sampling(max_new_tokens, stop) | {"temperature": temperature, "top_p": top_p}
+        sampling = self._sampling(max_new_tokens, stop) | {"top_p": top_p}
 
         def answer(prompt: Prompt) -> Reply:
             key, ids, seed = prompt
             # A stream of random numbers of its own; SGLang heeds it with --enable-deterministic-inference.
-            got = self._reply(ids, sampling | ({"sampling_seed": seed % 2**31} if temperature > 0 else {}))
+            own: dict[str, Any] = {"temperature": of_prompt(temperature, key)}
+            own |= {"sampling_seed": seed % 2**31} if own["temperature"] > 0 else {}
+            got = self._reply(ids, sampling | own)
             return key, list(got["output_ids"]), got["meta_info"]["finish_reason"]["type"]
 
         try:
-            for future, _ in _in_flight(answer, prompts, batch_size):
+            for future, _ in in_flight(answer, prompts, batch_size):
                 yield future.result()
         finally:
             for rid in list(self.running):  # nobody waits for these any more
@@ -263,20 +266,6 @@ class SGLangEngine:
             else:
                 self.lease.worked()
                 return answer
-
-
-def _in_flight(function: Callable[[Any], Any], items: Iterable[Any], n: int) -> Iterator[tuple[Future, Any]]:
-    """(future, item) as they end, `n` running; `items` may have one more after it had none (see regeneration)."""
-    waiting = iter(items)
-    running: dict[Future, Any] = {}
-    with ThreadPoolExecutor(n) as pool:
-        while True:
-            while len(running) < n and (item := next(waiting, None)) is not None:
-                running[pool.submit(function, item)] = item
-            if not running:
-                return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                yield future, running.pop(future)
 
 
 def _text(error: urllib.error.HTTPError) -> str:
