@@ -150,8 +150,8 @@ class RegenerateConfig(Section):
     url: str | None = Field(
         None,
         pattern=r"^https?://",
-        description="An OpenAI-compatible server of this target that answers instead of the engine, as http://host:8000; "
-        "its API key in the variable engine.key_variable. Token ids where it returns them (vLLM does).",
+        description="An OpenAI-compatible server of this target that answers instead of the engine, as "
+        "http://host:8000; its API key in the variable engine.key_variable. Token ids where it returns them (vLLM does).",
     )
     draft: Path | None = Field(
         None,

@@ -12,7 +12,6 @@ import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +132,11 @@ class _NearCopies:
         return None
 
 
-@cache
-def _identifier() -> Any:
-    if importlib.util.find_spec("py3langid") is None:
-        raise UserError("dataset.count_languages: needs py3langid; pip install 'eagle3lib[curation]'")
-    from py3langid.langid import MODEL_FILE, LanguageIdentifier
-
-    return LanguageIdentifier.from_pickled_model(MODEL_FILE)
-
-
 def language(text: str) -> str:
     """The likeliest language of a text (ISO 639-1), by its first characters; "-" without a letter."""
+    if importlib.util.find_spec("py3langid") is None:
+        raise UserError("dataset.count_languages: needs py3langid; pip install 'eagle3lib[curation]'")
+    import py3langid
+
     shown = text[:LOOKED_AT]
-    return _identifier().classify(shown)[0] if any(map(str.isalpha, shown)) else "-"
+    return str(py3langid.classify(shown)[0]) if any(map(str.isalpha, shown)) else "-"

@@ -54,7 +54,7 @@ def as_table(tokenizer: Any, sample: Sample) -> Text:
 
 
 def drawn(folder: str | Path, table: pd.DataFrame, count: int) -> list[Sample]:
-    """`count` samples of a dataset (`folder`; `table`: its samples.parquet), by their ids' hash: the same every time."""
+    """`count` samples of a dataset (`folder`; `table`: its samples.parquet), by their ids' hash: always the same."""
     order = sorted(table["sample_id"], key=lambda one: hashlib.sha256(one.encode()).hexdigest())[:count]
     rows = table[table["sample_id"].isin(order)]
     found = {}

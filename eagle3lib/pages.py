@@ -1,4 +1,4 @@
-"""The report's pages of tables: all drafts in short, the dataset, the GPUs before a training, what a draft came from."""
+"""The report's pages of tables: all drafts, the dataset, the GPUs before a training, what a draft came from."""
 
 from __future__ import annotations
 

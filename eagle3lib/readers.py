@@ -28,6 +28,7 @@ from eagle3lib.messages import kind
 
 BATCH = 128  # rows of Parquet that are Python objects at a time
 BLOCK = 1 << 20  # bytes read at a time
+UNPACKED = 1 << 16  # bytes unpacked at a time: what stands in them is not read when the packed ones break off
 COMPRESSED = (".gz", ".zst")
 BOM = b"\xef\xbb\xbf"
 
@@ -106,11 +107,11 @@ def _text_rows(name: str, file: IO[bytes]) -> Iterator[Row]:
 def _uncompressed(name: str, file: IO[bytes]) -> Any:
     suffix = Path(name).suffix
     if suffix == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)  # type: ignore[arg-type]
+        return io.BufferedReader(gzip.GzipFile(fileobj=file), UNPACKED)  # type: ignore[arg-type]
     if suffix == ".zst":
         import pyarrow
 
-        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file), "zstd"), BLOCK)
+        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file), "zstd"), UNPACKED)
     return file if hasattr(file, "peek") else io.BufferedReader(file, BLOCK)  # type: ignore[arg-type]
 
 
@@ -120,10 +121,10 @@ def _begins_with_bracket(text: Any) -> bool:
 
 
 def _json_lines(name: str, text: Any) -> Iterator[Row]:
-    for number, line in enumerate(text, start=1):
-        if not line.strip():
+    for number, text_line in enumerate(text, start=1):
+        if not text_line.strip():
             continue
-        line = line.rstrip(b"\r\n")
+        line = text_line.rstrip(b"\r\n")
         try:
             yield Row(_json_object(line, number), number, hashlib.sha256(line).hexdigest())
         except Fault as fault:
@@ -184,8 +185,8 @@ def _array_rows(name: str, text: Any) -> Iterator[Row]:
         if not number:
             raise UserError(f"{name}: breaks off before its first row ends; fetch or copy the file again") from None
         print(
-            f"warning: {name}: the JSON array breaks off in row {number + 1}, at byte {counted.count:,}; the {number:,} "
-            "rows before are read",
+            f"warning: {name}: the JSON array breaks off in row {number + 1}, at byte {counted.count:,}; the "
+            f"{number:,} rows before are read",
             file=sys.stderr,
         )
 

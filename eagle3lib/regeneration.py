@@ -11,7 +11,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -215,7 +214,8 @@ class _Dialogue:
         if following.unfit:
             return
         so_far = [*prompt.ids, *reply]
-        kept = len(os.path.commonprefix([so_far, following.ids]))
+        same_so_far = (a == b for a, b in zip(so_far, following.ids, strict=False))
+        kept = len(list(itertools.takewhile(bool, same_so_far)))
         bounds = [*pairs(prompt.reply_bounds), (len(prompt.ids), len(so_far))]
         same = tuple(place for start, end in bounds if end <= kept for place in (start, end))
         self.prompt = replace(following, reply_bounds=same)

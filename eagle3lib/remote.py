@@ -108,7 +108,9 @@ def _commit(dataset: HubDataset) -> str:
     except OfflineModeIsEnabled:
         raise UserError(f"{HUB}{dataset.name}: HF_HUB_OFFLINE is set; unset it for this run") from None
     except Exception as error:  # the hub's refusals and the many ways in which a network fails
-        raise _cannot(f"{HUB}{dataset.name}@{dataset.revision}", error, "name, revision, network and HF_TOKEN") from None
+        raise _cannot(
+            f"{HUB}{dataset.name}@{dataset.revision}", error, "name, revision, network and HF_TOKEN"
+        ) from None
 
 
 def hub_rows(dataset: HubDataset, revision: str) -> Iterator[dict[str, Any]]:

@@ -2,14 +2,13 @@
 
 A row's layout is told by its keys, or by the `format` of its source:
 
-| format   | a row                                                                                       |
-| messages | {"messages": [{"role", "content"}, …]}, OpenAI's: content a string or text parts, tool_calls, the role tool, |
-|          | reasoning_content; beside it {"tools"}                                                      |
-| sharegpt | {"conversations": [{"from": "human" | "gpt" | "system" | "tool" | …, "value"}, …]}          |
-| prompt   | {"prompt", "response"}, response optional                                                   |
-| alpaca   | {"instruction", "input", "output"}, the last two optional; beside it {"system", "history"}  |
-| tokens   | {"input_ids", "loss_mask"}: tokenised elsewhere, 1 on the tokens of the replies             |
-| text     | {"text"}: raw text, all of it to be continued                                               |
+    messages   {"messages": [{"role", "content"}, …]} of OpenAI's API, with tool_calls, tool results, reasoning_content;
+               beside it {"tools"}
+    sharegpt   {"conversations": [{"from": "human" | "gpt" | "system" | "tool" | …, "value"}, …]}
+    prompt     {"prompt", "response"}, response optional
+    alpaca     {"instruction", "input", "output"}, the last two optional; beside it {"system", "history"}
+    tokens     {"input_ids", "loss_mask"}: tokenised elsewhere, 1 on the tokens of the replies
+    text       {"text"}: raw text, all of it to be continued
 
 and one more, written by `regenerate_replies` and read by `read_replies`:
     {"messages", "prompt_ids", "reply_ids", "finish", "file", "line", "sha256"}
@@ -184,7 +183,9 @@ def prompt_id(messages: Sequence[Message]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _read(sources: list[Source], limit: int | None, parse: Callable[[readers.Row, str, str | None], Any]) -> Iterator[Any]:
+def _read(
+    sources: list[Source], limit: int | None, parse: Callable[[readers.Row, str, str | None], Any]
+) -> Iterator[Any]:
     count, seen = 0, set[Path]()
     for source in sources:
         new = [path for path in source.files if path not in seen]

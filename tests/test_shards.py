@@ -57,7 +57,7 @@ def run(tokenizer, tmp_path, rows, vocab_size=VOCAB, regenerated=False, **settin
     path = write(tmp_path / "in.jsonl", rows)
     out = tmp_path / "out"
     counts = shards.shard_samples(
-        [path], tokenizer, dataset(**settings), out, vocab_size=vocab_size, regenerated=regenerated
+        [path], tokenizer, dataset(**settings), out, vocab_size=vocab_size, replies=[path] if regenerated else None
     )
     return counts, pandas.read_parquet(out / "samples.parquet"), out
 
@@ -134,7 +134,7 @@ def test_a_second_smaller_run_leaves_no_stale_shard_and_the_same_bytes(tokenizer
     assert (tmp_path / "out/shards/00000.jsonl").read_bytes() == first
     names = sorted(path.name for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert names == sorted(
-        ["00000.jsonl", "00001.jsonl", "tail_1.jsonl", "samples.parquet", "shards.json", "rejected.jsonl"]
+        ["00000.jsonl", "00001.jsonl", "tail_1.jsonl", "samples.parquet", "shards.json", "rejected.jsonl", "mixture.json"]
     )
 
 

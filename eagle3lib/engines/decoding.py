@@ -130,7 +130,9 @@ class Decoding:
         return shared
 
 
-def sample(logits: torch.Tensor, temperature: float | torch.Tensor, top_p: float, uniforms: torch.Tensor) -> torch.Tensor:
+def sample(
+    logits: torch.Tensor, temperature: float | torch.Tensor, top_p: float, uniforms: torch.Tensor
+) -> torch.Tensor:
     """Draw a token a row: logits [B, V], temperature one or [B, 1], uniforms [B] in [0, 1) -> [B].
 
     top_p keeps the fewest most likely tokens whose probabilities sum to at least top_p (Holtzman et al. 2020).

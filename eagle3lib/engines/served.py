@@ -102,7 +102,7 @@ class ServedEngine:
         batch_size: int = 32,
         eos_ids: Sequence[int] | None = None,
     ) -> Iterator[Reply]:
-        """Replies (key, reply ids, "stop", "length" or "error: …") as they end; the end-of-turn token is part of one."""
+        """Replies (key, reply ids, "stop", "length" or "error: …") as they end, with the end-of-turn token."""
         stop = list(self.target.eos_token_ids if eos_ids is None else eos_ids)
         shared = {"max_tokens": max_new_tokens, "top_p": top_p, "stop_token_ids": stop}
 

@@ -64,7 +64,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     ),
     "cut-off.jsonl": (
         GOOD + GOOD[:20],
-        "{path}:2: not JSON (Expecting value at column 21); write one JSON object a line",
+        "{path}:2: not JSON (Unterminated string starting at at column 18); write one JSON object a line",
     ),
     "two-on-a-line.jsonl": (
         GOOD.strip() + GOOD,
@@ -116,7 +116,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "cut-off.jsonl.gz": (gzip.compress(MANY)[:-2000], f"{{path}}: broken after row … (…){AGAIN}"),
     "empty.jsonl.gz": (b"", "{path}: no conversation in it; give a file with at least one line"),
     "not-gzip.jsonl.gz": (GOOD, f"{{path}}: broken after row 0 (Not a gzipped file (…)){AGAIN}"),
-    "flipped.jsonl.gz": (damaged(gzip.compress(MANY), 4000), f"{{path}}: broken after row … (…){AGAIN}"),
+    "flipped.jsonl.gz": (damaged(gzip.compress(MANY), 10), f"{{path}}: broken after row … (…){AGAIN}"),
     "wrong-checksum.jsonl.gz": (
         damaged(gzip.compress(GOOD), len(gzip.compress(GOOD)) - 8),
         f"{{path}}: broken after row … (CRC check failed …){AGAIN}",
@@ -229,7 +229,7 @@ def _dangling(path: Path) -> None:
 ENTRIES: dict[str, tuple[Callable[[Path], None] | None, str]] = {
     "gone.jsonl": (None, "{path}: no such file; check dataset.conversations"),
     "*.jsonl": (None, "{path}: the pattern matches no file; check dataset.conversations"),
-    "[a-z/x.jsonl": (None, "{path}: no such file; check dataset.conversations"),
+    "[a-z/x.jsonl": (None, "{path}: the pattern matches no file; check dataset.conversations"),
     "folder": (_folder, "{path}: a folder, but no dataset that save_to_disk wrote; name its files, as {path}/*.jsonl"),
     "splits": (_splits, "{path}: several splits; name one: {path}/train, {path}/test"),
     "lost-file": (
