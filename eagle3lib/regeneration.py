@@ -170,8 +170,9 @@ class _Asker:
             return list(self.tokenizer(one.text)["input_ids"])
         if one.input_ids is not None:
             return one.input_ids[: one.reply_bounds[-2]] if one.reply_bounds else one.input_ids
-        template = self.dataset.chat_template
-        return chat.prompt_ids(self.tokenizer, messages, template, tools=one.tools) if messages else []
+        template, options = self.dataset.chat_template, self.dataset.chat_template_options
+        ask = functools.partial(chat.prompt_ids, self.tokenizer, template=template, tools=one.tools, options=options)
+        return ask(messages) if messages else []
 
 
 class _Dialogue:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from pathlib import Path
 
 import pandas
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle3lib import shards
+from eagle3lib import samples, shards
 from eagle3lib.config import DatasetConfig
 from eagle3lib.errors import UserError
 
@@ -258,3 +259,114 @@ def test_a_larger_fraction_only_adds_to_the_validation_samples(seed, a, b):
 
 def test_names_fit_the_wildcard_of_the_workflow():
     assert all(re.fullmatch(r"\d{5}|tail_\d+", name) for name, _ in shards.plan_shards(1000, 48))
+
+
+# Sources, layouts, curation, mixture
+
+
+def source(path, **settings) -> samples.Source:
+    return samples.Source(path, (Path(path),), **settings)
+
+
+def shard(tokenizer, tmp_path, sources, vocab_size=VOCAB, **settings):
+    out = tmp_path / "out"
+    counts = shards.shard_samples(sources, tokenizer, dataset(**settings), out, vocab_size=vocab_size)
+    return counts, pandas.read_parquet(out / "samples.parquet"), json.loads((out / "mixture.json").read_text())
+
+
+def test_todays_inputs_keep_their_identity(tokenizer, tmp_path):
+    """Sample ids and digest as they were before there were other layouts, weights and curation."""
+    user, reply = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+    again = [{"role": "user", "content": "äöü?"}, reply]
+    rows = [
+        {"messages": [{"role": "system", "content": "Be kind."}, user, reply, *again]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in ("why", " so")]}, reply], "id": 7},
+        {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hello, you"}]},
+        {"prompt": "good day", "response": "and to you"},
+    ]
+    frame = run(tokenizer, tmp_path, rows)[1]
+    assert [one[:12] for one in frame.sample_id] == ["f1f627abe383", "8f6c4131788b", "588e0e20edd9", "46c954d10d34"]
+    assert [list(bounds) for bounds in frame.reply_bounds] == [[39, 43, 70, 74], [25, 29], [24, 35], [27, 38]]
+    assert shards.dataset_digest(frame) == "fc21a5159dd8ff4c08a81b31c6282b96"
+    assert shards.dataset_digest(frame.drop(columns="weight")) == "fc21a5159dd8ff4c08a81b31c6282b96"
+    assert shards.dataset_digest(frame.assign(weight=2.0)) != "fc21a5159dd8ff4c08a81b31c6282b96"
+
+
+def test_tokens_and_text_go_through_as_they_are(tokenizer, tmp_path):
+    rows = [{"input_ids": [9, 9, 257, 8, 8], "loss_mask": [0, 0, 1, 1, 0]}, {"text": "Once upon"}, {"text": "O"}]
+    _, frame, out = run(tokenizer, tmp_path, rows)
+    first, second = shards.read_shard(out / "shards/tail_2.jsonl")
+    assert (first.input_ids, first.reply_bounds) == ([9, 9, 257, 8, 8], [2, 4])
+    assert tokenizer.decode(second.input_ids) == "Once upon" and second.reply_bounds == [1, 9]
+    assert rejected(out) == [(3, "no_supervised_tokens")] and list(frame.line) == [1, 2]
+
+
+def test_mixture_by_source(tokenizer, tmp_path):
+    image = {"prompt": "What?", "images": ["a.png"]}
+    few = write(tmp_path / "few.jsonl", [exchange(0), exchange(1), image, exchange(0)])
+    many = write(tmp_path / "many.jsonl", map(exchange, range(2, 40)))
+    counts, frame, mixture = shard(tokenizer, tmp_path, [source(few, weight=3.0), source(many, limit=6)])
+    assert list(frame.weight) == [3.0, 3.0, *[1.0] * 6]
+    first, second = mixture["sources"]
+    assert (first["conversations"], first["samples"], second["conversations"], second["samples"]) == (4, 2, 6, 6)
+    assert first["rejected"] == {"media": 1, "duplicate": 1} and second["rejected"] == {}
+    assert (first["taken"], second["taken"]) == (0.5, 0.5)
+    assert mixture["conversations"] == 10 and mixture["rejected"] == {"media": 1, "duplicate": 1}
+    assert mixture["lengths"] == {"32": 8} and sum(mixture["lengths"].values()) == counts.samples
+    assert "1 media (10.0%)" in str(counts)
+
+
+def test_weights_count_in_the_vocabulary(tokenizer, tmp_path):
+    a, b = (write(tmp_path / f"{name}.jsonl", [exchange(0, name * 3)]) for name in "ab")
+    _, frame, _ = shard(tokenizer, tmp_path, [source(a, weight=2.5), source(b)], validation_fraction=0)
+    counted = shards.count_supervised_tokens(tmp_path / "out/shards", frame, VOCAB)
+    (a_id,), (b_id,) = (tokenizer(name)["input_ids"] for name in "ab")
+    assert (counted[a_id], counted[b_id], sum(counted)) == (8, 3, 8 + 3 + 4)
+
+
+def test_near_copies_and_contaminated_ones_are_listed(tokenizer, tmp_path):
+    pytest.importorskip("datasketch")
+    text = " ".join(f"word{i % 7} other{i}" for i in range(20))
+    rows = [exchange(0, text), exchange(0, text + "!"), exchange(1, "one two three four"), exchange(2)]
+    path = write(tmp_path / "in.jsonl", rows)
+    counts = shards.shard_samples(
+        [path],
+        tokenizer,
+        dataset(near_duplicates=0.8, decontaminate_words=4),
+        tmp_path / "out",
+        vocab_size=VOCAB,
+        asked=[("eval.jsonl:1", "What is one two, three four five?")],
+    )
+    assert rejected(tmp_path / "out") == [(2, "near_duplicate"), (3, "contaminated")]
+    assert counts.samples == 2
+
+
+def test_degenerate_replies_are_left_out_when_asked(tokenizer, tmp_path):
+    rows = [exchange(0, "ab" * 40), exchange(1, "".join(map(str, range(40))))]
+    assert run(tokenizer, tmp_path, rows)[0].samples == 2
+    _, frame, out = run(tokenizer, tmp_path, rows, drop_degenerate=True)
+    assert rejected(out) == [(1, "degenerate")] and list(frame.line) == [2]
+
+
+def test_what_was_not_answered_keeps_its_reason(tokenizer, tmp_path):
+    row = {"messages": [], "prompt_ids": [], "reply_ids": [], "file": "p.jsonl", "line": 3, "sha256": "ab"}
+    answered = row | {"prompt_ids": [5, 6, 7, 8], "reply_ids": [9, 9, 257], "finish": "stop", "reply_bounds": [1, 3]}
+    rows = [row | {"finish": "media", "detail": "an image"}, answered]
+    _, frame, out = run(tokenizer, tmp_path, rows, regenerated=True)
+    assert json.loads((out / "rejected.jsonl").read_text()) == {
+        "file": "p.jsonl",
+        "line": 3,
+        "reason": "media",
+        "detail": "an image",
+    }
+    assert list(frame.reply_bounds[0]) == [1, 3, 4, 7]
+
+
+def test_a_malformed_line_stops_only_when_it_is_reached(tokenizer, tmp_path):
+    """Reading ahead must not bring forward a fault that a budget keeps out of reach."""
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(exchange(i)) + "\n" for i in range(5)) + "{bad\n")
+    settings = {"vocab_size": VOCAB}
+    shards.shard_samples([path], tokenizer, dataset(token_budget=9), tmp_path / "out", **settings)
+    with pytest.raises(UserError, match="in.jsonl:6: not JSON"):
+        shards.shard_samples([path], tokenizer, dataset(), tmp_path / "out", **settings)
