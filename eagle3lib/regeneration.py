@@ -420,4 +420,6 @@ class _Store:
     def append_error(self, key: str, origin: Conversation, said: str) -> None:
         """Note a conversation that was refused; another run asks again."""
         about = {"key": key, "file": origin.file, "line": origin.line, "error": said, "time": time.time()}
-        append_line(self.path.parent / "errors" / self.path.name, about)
+        errors = self.path.parent / "errors"
+        errors.mkdir(exist_ok=True)
+        append_line(errors / self.path.name, about)
