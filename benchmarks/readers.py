@@ -23,22 +23,22 @@ from benchmarks import common
 from eagle3lib import samples, shards
 from eagle3lib.config import DatasetConfig
 
-CONVERSATIONS, TURNS, WORDS, ROUNDS = 600, 2, 180, 5
+CONVERSATIONS, TURNS, WORDS, ROUNDS = 2000, 2, 180, 5
 BATCH = 64
 
 
 def conversations(count: int, seed: int) -> Iterator[list[dict[str, str]]]:
-    """Chats of a few turns, of lengths as texts have them."""
-    generator = random.Random(seed)
+    """Chats of a few turns, of lengths as texts have them, out of Python's own documentation."""
+    from pydoc_data.topics import topics
+
+    generator, prose = random.Random(seed), "\n".join(topics.values()).split(" ")
     for number in range(count):
         messages = [{"role": "system", "content": "Answer well."}]
         for turn in range(TURNS):
-            words = common.length(generator, 40, 0.8, 400), common.length(generator, WORDS, 0.6, 900)
-            asked, said = (common.text(generator, n) for n in words)
-            messages += [
-                {"role": "user", "content": f"{number}.{turn}: {asked}"},
-                {"role": "assistant", "content": said},
-            ]
+            for role, median in (("user", 40), ("assistant", WORDS)):
+                words = common.length(generator, median, 0.7, 900)
+                start = generator.randrange(len(prose) - words)
+                messages.append({"role": role, "content": f"{number}.{turn} {' '.join(prose[start : start + words])}"})
         yield messages
 
 
@@ -120,7 +120,8 @@ def main() -> None:
                 own.append(rate(tokenise, tokenizer, texts))
                 ratios[kind].append(rate(to_samples, tokenizer, path) / own[-1])
         rows = [[kind, statistics.median(found)] for kind, found in ratios.items()]
-        common.table(["file", "of the tokeniser's own rate"], rows)
+        for kind, ratio in rows:
+            print(f"{kind:<10} {ratio:.2f} of the tokeniser's own rate")
         early, most = memory(folder, args.gigabytes, args.seed)
     print(
         f"tokeniser {statistics.median(own):,.0f} tokens/s on {os.cpu_count()} cores; resident {early:.0f} MiB after a "

@@ -45,9 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "what a state, a draft, a figure or any other result came from; what became of an input line"
     one = add("trace", _trace, about)
     one.add_argument("path", help="a path under results/, or FILE:LINE of an input file")
-    one = add("show", _show, "a sample as text, with the tokens that supervise in colour")
-    one.add_argument("sample", help="a shard, as 00000, with its slot; a .pt; or the beginning of a sample id")
-    one.add_argument("slot", nargs="?", type=int, help="the place in the shard, from 0")
+    _show_arguments(add("show", _show, "a sample as text, with the tokens that supervise in colour"))
     one = add("verify", _verify, "read every byte of the store; bad files go to quarantine and are made again")
     one.add_argument("keys", nargs="*", help="only these keys (folders of results/store/hidden_states)")
     one = add("gc", _gc, "what the configuration no longer uses; --delete frees it", configured=True)
@@ -93,6 +91,11 @@ def _template_arguments(one: argparse.ArgumentParser) -> None:
     one.add_argument("--train-on", choices=("all", "last"), default="all", help="as dataset.train_on (all)")
     one.add_argument("--without-reasoning", action="store_true", help="as dataset.train_on_reasoning: false")
     one.add_argument("--trust-remote-code", action="store_true", help="as target.trust_remote_code")
+
+
+def _show_arguments(one: argparse.ArgumentParser) -> None:
+    one.add_argument("sample", help="a shard, as 00000, with its slot; a .pt; or the beginning of a sample id")
+    one.add_argument("slot", nargs="?", type=int, help="the place in the shard, from 0")
 
 
 def _bench_arguments(one: argparse.ArgumentParser) -> None:

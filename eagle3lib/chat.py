@@ -138,8 +138,30 @@ def mark(
 
 def tokenize(tokenizer: Any, marked: Marked) -> Rendered:
     """The second half of `render`: token ids, and token positions of the replies."""
-    tokens = _Tokens(tokenizer, marked.text)
-    spans = [tokens.reply(reply) for reply in marked.replies]
+    (rendered,) = tokenize_all(tokenizer, [marked])
+    if isinstance(rendered, UserError):
+        raise rendered
+    return rendered
+
+
+def tokenize_all(tokenizer: Any, marked: Sequence[Marked]) -> list[Rendered | UserError]:
+    """`tokenize` of each, with what it would raise; a fast tokenizer takes them on all cores at once."""
+    if not marked:
+        return []
+    encoding = tokenizer([one.text for one in marked], add_special_tokens=False)
+    fast = encoding.encodings or [None] * len(marked)
+    return [
+        _of_tokens(tokenizer, one, list(ids), offsets)
+        for one, ids, offsets in zip(marked, encoding["input_ids"], fast, strict=True)
+    ]
+
+
+def _of_tokens(tokenizer: Any, marked: Marked, ids: list[int], encoding: Any) -> Rendered | UserError:
+    try:
+        tokens = _Tokens(tokenizer, marked.text, ids, encoding)
+        spans = [tokens.reply(reply) for reply in marked.replies]
+    except UserError as error:
+        return error
     return Rendered(tokens.ids, [(start, end) for start, end in spans if start < end])
 
 
@@ -416,16 +438,9 @@ class _Conversation:
 class _Tokens:
     """A text tokenised once, and its character positions as token positions."""
 
-    def __init__(self, tokenizer: Any, text: str):
-        self.tokenizer, self.text = tokenizer, text
-        self.starts: list[int] | None = None
-        if getattr(tokenizer, "is_fast", False):
-            encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            self.ids = list(encoding["input_ids"])
-            self.starts = [start for start, _ in encoding["offset_mapping"]]
-            self.ends = [end for _, end in encoding["offset_mapping"]]
-        else:
-            self.ids = _encode(tokenizer, text)
+    def __init__(self, tokenizer: Any, text: str, ids: list[int], encoding: Any):
+        """encoding: of a fast tokenizer, which knows each token's characters."""
+        self.tokenizer, self.text, self.ids, self.encoding = tokenizer, text, ids, encoding
         bos = getattr(tokenizer, "bos_token_id", None)
         if bos is not None and self.ids[:2] == [bos, bos]:
             raise UserError(
@@ -448,10 +463,9 @@ class _Tokens:
         """
         if char in (0, len(self.text)):
             return 0 if char == 0 else len(self.ids)
-        if self.starts is not None:
-            token = bisect.bisect_left(self.starts, char)
-            touching = token < len(self.ids) and self.starts[token] == char and token and self.ends[token - 1] == char
-            if touching:
+        if self.encoding is not None:
+            token = self._first_from(char)
+            if 0 < token < len(self.ids) and self._chars(token)[0] == char == self._chars(token - 1)[1]:
                 return token
         head = _encode(self.tokenizer, self.text[:char])
         if self.ids[: len(head)] == head:
@@ -464,8 +478,8 @@ class _Tokens:
 
     def _first_behind(self, char: int) -> int:
         """The first token that holds nothing of the text up to `char`, before which is no blank."""
-        if self.starts is not None:
-            return bisect.bisect_left(self.starts, char)
+        if self.encoding is not None:
+            return self._first_from(char)
         token = self._decoded_to(char)
         for count in range(token, min(token + 4, len(self.ids)) + 1):  # a character can be several tokens
             if self._decode(count).startswith(self.text[:char]):
@@ -474,6 +488,13 @@ class _Tokens:
         raise UnalignedReply(
             f"its thinking ends in no token that the tokenizer decodes ({around!r}); mend the text there"
         )
+
+    def _chars(self, token: int) -> Span:
+        return self.encoding.token_to_chars(token)  # asked for one by one: a list of all costs more than the ids
+
+    def _first_from(self, char: int) -> int:
+        """The first token that begins at `char` or behind it."""
+        return bisect.bisect_left(range(len(self.ids)), char, key=lambda token: self._chars(token)[0])
 
     def _decoded_to(self, char: int) -> int:
         """How many first tokens it takes to write `char` characters."""

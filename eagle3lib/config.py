@@ -32,6 +32,7 @@ def _plain_name(name: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_plain_name)]
+Temperature = Annotated[float, Field(ge=0)]
 
 
 class Section(BaseModel):
@@ -135,8 +136,8 @@ class RegenerateConfig(Section):
 
     enabled: bool = Field(True, description="false: train on the replies that the conversations hold.")
     max_new_tokens: int = Field(256, ge=1, description="Longest reply in tokens.")
-    temperature: Annotated[float, Field(ge=0)] | Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = (
-        Field(0.0, description="0: greedy. A list: each prompt gets one of these, by its content; repeat one for more.")
+    temperature: Temperature | Annotated[list[Temperature], Field(min_length=1)] = Field(
+        0.0, description="0: greedy. A list: each prompt gets one of these, by its content; repeat one for more."
     )
     turns: Literal["last", "all"] = Field(
         "last",
@@ -151,7 +152,7 @@ class RegenerateConfig(Section):
         None,
         pattern=r"^https?://",
         description="An OpenAI-compatible server of this target that answers instead of the engine, as "
-        "http://host:8000; its API key in the variable engine.key_variable. Token ids where it returns them (vLLM does).",
+        "http://host:8000; its API key in the variable engine.key_variable. Token ids where it returns them (vLLM).",
     )
     draft: Path | None = Field(
         None,

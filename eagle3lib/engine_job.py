@@ -12,7 +12,7 @@ import torch
 
 from eagle3lib import gpus, plan
 from eagle3lib.config import RunConfig
-from eagle3lib.engines import Engine, open_engine
+from eagle3lib.engines import open_engine
 from eagle3lib.targets import TargetInfo
 
 
@@ -34,7 +34,7 @@ def open_for(
     role: str,
     aux_layer_ids: Sequence[int] = (),
     draft: str | Path | None = None,
-) -> Engine:
+) -> Any:
     """The configured engine. Without a GPU drafts are evaluated in transformers: SGLang cannot serve them there."""
     if role == "generate" and run.regenerate.url:
         from eagle3lib.engines.served import ServedEngine

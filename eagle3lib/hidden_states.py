@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class StateKey:
 
 def sample_id(input_ids: Sequence[int]) -> str:
     """sha256 of the token ids, as little-endian int64."""
-    return hashlib.sha256(b"".join(int(i).to_bytes(8, "little", signed=True) for i in input_ids)).hexdigest()
+    return hashlib.sha256(struct.pack(f"<{len(input_ids)}q", *input_ids)).hexdigest()
 
 
 def sample_bytes(

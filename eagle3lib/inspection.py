@@ -57,7 +57,7 @@ def drawn(folder: str | Path, table: pd.DataFrame, count: int) -> list[Sample]:
     """`count` samples of a dataset (`folder`; `table`: its samples.parquet), by their ids' hash: always the same."""
     order = sorted(table["sample_id"], key=lambda one: hashlib.sha256(one.encode()).hexdigest())[:count]
     rows = table[table["sample_id"].isin(order)]
-    found = {}
+    found: dict[str, Sample] = {}
     for shard in dict.fromkeys(rows["shard"]):
         samples = shards.read_shard(Path(folder) / "shards" / f"{shard}.jsonl")
         found |= {one.sample_id: one for one in samples if one.sample_id in order}
@@ -102,8 +102,9 @@ def _by_id(beginning: str) -> list[tuple[Path, Sample]]:
     found = []
     for file in sorted(RESULTS.glob("*/*/samples.parquet")):
         table = pd.read_parquet(file, columns=["sample_id", "shard", "slot"])
-        for row in table[table["sample_id"].str.startswith(beginning)].itertuples():
-            found.append((file.parent, shards.read_shard(file.parent / "shards" / f"{row.shard}.jsonl")[row.slot]))
+        rows = table[table["sample_id"].str.startswith(beginning)]
+        for shard, slot in zip(rows["shard"], rows["slot"], strict=True):
+            found.append((file.parent, shards.read_shard(file.parent / "shards" / f"{shard}.jsonl")[int(slot)]))
     if not found:
         raise UserError(f"{beginning}: no sample under {RESULTS}/ has that id; give a shard and a slot, or an id")
     if len({sample.sample_id for _, sample in found}) > 1:

@@ -181,7 +181,8 @@ def in_order(function: Callable[[Any], Any], inputs: Iterable[Any], threads: int
 
     The inputs are read in the caller's thread. What reading them raises comes after the results of those before.
     """
-    source, waiting, fault = iter(inputs), deque[Future](), None
+    source, waiting = iter(inputs), deque[Future]()
+    fault: Exception | None = None
     pool = ThreadPoolExecutor(threads)
     try:
         while True:
@@ -195,7 +196,7 @@ def in_order(function: Callable[[Any], Any], inputs: Iterable[Any], threads: int
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-    if not isinstance(fault, StopIteration):
+    if fault is not None and not isinstance(fault, StopIteration):
         raise fault
 
 

@@ -131,7 +131,9 @@ def _follows(messages: Sequence[Message], here: str) -> None:
         raise Malformed(f"{here}: result {len(results) + 1} of {len(calls)} tool calls; remove it or add its call")
     known = [call["id"] for call in calls if "id" in call]
     if "tool_call_id" in last and known and last["tool_call_id"] not in known:
-        raise Malformed(f"{here}.tool_call_id: {last['tool_call_id']!r} is none of the calls before it ({known}); mend it")
+        raise Malformed(
+            f"{here}.tool_call_id: {last['tool_call_id']!r} is none of the calls before it ({known}); mend it"
+        )
 
 
 def _content(item: Mapping, here: str) -> str:

@@ -103,11 +103,11 @@ def _mixture(mixture: Mapping[str, Any]) -> list[Table]:
         (reason, f"{n:,}", f"{n / every:.1%}", ", ".join(_rejected_by(mixture, reason)))
         for reason, n in mixture["rejected"].items()
     ]
-    header, note = ("reason", "conversations", "share", "of"), "Each with file and line in rejected.jsonl."
-    found.append(Table("Rejected", rejected or [("none", "0", "-", "")], header, note))
-    for title, first, counts in (("Lengths", "tokens, at most", "lengths"), ("Languages", "language", "languages")):
-        rows = [(f"{int(k):,}" if k.isdigit() else k, f"{n:,}") for k, n in mixture[counts].items()]
-        found += [Table(title, rows, (first, "samples"))] if rows else []
+    reasons, note = ("reason", "conversations", "share", "of"), "Each with file and line in rejected.jsonl."
+    found.append(Table("Rejected", rejected or [("none", "0", "-", "")], reasons, note))
+    for title, first, key in (("Lengths", "tokens, at most", "lengths"), ("Languages", "language", "languages")):
+        counts = [(f"{int(name):,}" if name.isdigit() else name, f"{n:,}") for name, n in mixture[key].items()]
+        found += [Table(title, counts, (first, "samples"))] if counts else []
     return found
 
 

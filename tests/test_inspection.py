@@ -29,7 +29,7 @@ def results(tmp_path_factory):
 def there(results, tmp_path, monkeypatch):
     from transformers import AutoTokenizer
 
-    folder, model, path = results
+    _, model, path = results
     monkeypatch.chdir(tmp_path)
     dataset = DatasetConfig(name="talk", conversations=[str(path)], shard_size=8)
     out = tmp_path / "results/tiny/talk"

@@ -271,7 +271,9 @@ def test_budget_over_all_turns_cuts_to_the_smallest_prefix(tmp_path):
     each = len(make_tokenizer()("fine")["input_ids"]) + len(make_tokenizer()("lazy dog")["input_ids"]) + 2
     for batch_size in (1, 4):
         cfg = ALL.model_copy(update={"batch_size": batch_size})
-        _, rows = run(tmp_path / str(batch_size), conversations, Talker("fine", "lazy dog"), cfg, 5 * each + 1, max_tokens=512)
+        _, rows = run(
+            tmp_path / str(batch_size), conversations, Talker("fine", "lazy dog"), cfg, 5 * each + 1, max_tokens=512
+        )
         assert rows == whole[:6]
 
 
@@ -312,7 +314,11 @@ def served(engine, returns_ids=True, refuse=lambda ids, tries: None):
                 most["most"] = max(most["most"], running["now"])
                 tries[ids] += 1
                 status = refuse(ids, tries[ids])
-                options = {"temperature": body["temperature"], "top_p": body["top_p"], "eos_ids": body["stop_token_ids"]}
+                options = {
+                    "temperature": body["temperature"],
+                    "top_p": body["top_p"],
+                    "eos_ids": body["stop_token_ids"],
+                }
                 ((_, reply, finish),) = engine.generate([(0, ids, body["seed"])], body["max_tokens"], **options)
                 running["now"] -= 1
             if status:
@@ -364,11 +370,11 @@ def test_refused_conversations_are_listed_and_asked_again(tmp_path, conversation
 
     with served(engine, refuse=refuse) as (url, tries, _):
         served_engine = ServedEngine(url, target, pauses=(0, 0))
-        counts, rows = run(tmp_path, conversations[:4], served_engine)
+        _, rows = run(tmp_path, conversations[:4], served_engine)
         assert tries[tuple(bad)] == 1 and sorted(tries.values()) == [1, 2, 2, 2]
         assert rows[2]["finish"] == "error" and "answers 400" in rows[2]["detail"] and rows[2]["reply_ids"] == []
         assert [bool(row["reply_ids"]) for row in rows] == [True, True, False, True]
-        (error,) = map(json.loads, open(tmp_path / "store/errors/a.000.jsonl"))
+        (error,) = map(json.loads, (tmp_path / "store/errors/a.000.jsonl").read_text().splitlines())
         assert (error["file"], error["line"]) == (conversations[2].file, 3) and "answers 400" in error["error"]
         run(tmp_path, conversations[:4], served_engine, out="again.jsonl")
         assert tries[tuple(bad)] == 2 and sum(tries.values()) == 8, "only the refused one is asked again"

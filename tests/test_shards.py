@@ -135,7 +135,15 @@ def test_a_second_smaller_run_leaves_no_stale_shard_and_the_same_bytes(tokenizer
     assert (tmp_path / "out/shards/00000.jsonl").read_bytes() == first
     names = sorted(path.name for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert names == sorted(
-        ["00000.jsonl", "00001.jsonl", "tail_1.jsonl", "samples.parquet", "shards.json", "rejected.jsonl", "mixture.json"]
+        [
+            "00000.jsonl",
+            "00001.jsonl",
+            "tail_1.jsonl",
+            "samples.parquet",
+            "shards.json",
+            "rejected.jsonl",
+            "mixture.json",
+        ]
     )
 
 
@@ -280,7 +288,10 @@ def test_todays_inputs_keep_their_identity(tokenizer, tmp_path):
     again = [{"role": "user", "content": "äöü?"}, reply]
     rows = [
         {"messages": [{"role": "system", "content": "Be kind."}, user, reply, *again]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in ("why", " so")]}, reply], "id": 7},
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in ("why", " so")]}, reply],
+            "id": 7,
+        },
         {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hello, you"}]},
         {"prompt": "good day", "response": "and to you"},
     ]

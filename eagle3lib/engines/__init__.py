@@ -51,16 +51,8 @@ class File:
     code: str = ""
 
 
-class Engine(Protocol):
-    """A loaded target. Aux layer ids are indices into transformers' output_hidden_states, ascending."""
-
-    name: str
-    version: str
-    dtype: str
-
-    def extract(self, id_lists: Sequence[Sequence[int]], aux_layer_ids: Sequence[int]) -> list[States]:
-        """The states of each sequence, in the order given."""
-        ...
+class Speaker(Protocol):
+    """What answers prompts."""
 
     def generate(
         self,
@@ -72,6 +64,18 @@ class Engine(Protocol):
         eos_ids: Sequence[int] | None = None,
     ) -> Iterator[Reply]:
         """The target's own replies, in the order in which they end; `prompts` is read as slots become free."""
+        ...
+
+
+class Engine(Speaker, Protocol):
+    """A loaded target. Aux layer ids are indices into transformers' output_hidden_states, ascending."""
+
+    name: str
+    version: str
+    dtype: str
+
+    def extract(self, id_lists: Sequence[Sequence[int]], aux_layer_ids: Sequence[int]) -> list[States]:
+        """The states of each sequence, in the order given."""
         ...
 
     def greedy(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:

@@ -74,7 +74,7 @@ def token_ids(choice: dict[str, Any], tokenizer: Any) -> list[int]:
 
 
 class ServedEngine:
-    """An `engines.Engine` that only generates. Raises UserError for a server that cannot be reached.
+    """An `engines.Speaker`. Raises UserError for a server that cannot be reached.
 
     `batch_size` requests are under way at once, and a further one is made when one of them has ended. A request that
     fails is made again; one that is refused for good ends as "error: " and what the server says.

@@ -170,7 +170,7 @@ class SGLangEngine:
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
-        temperature: Temperature = 0.0,
+        temperature: float = 0.0,
         seeds: Sequence[int] = (),
         at_once: int | None = None,
     ) -> Iterator[Drafted]:
