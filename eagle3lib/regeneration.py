@@ -21,8 +21,8 @@ from typing import Any
 
 from eagle3lib import chat
 from eagle3lib.config import DatasetConfig, RegenerateConfig
-from eagle3lib.engines import Speaker
 from eagle3lib.engines import Prompt as EnginePrompt
+from eagle3lib.engines import Speaker
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import pairs
 from eagle3lib.job import Progress, append_line, atomic_write, file_lock, read_lines
