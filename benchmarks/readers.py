@@ -2,9 +2,9 @@
 
 Every kind of file is written with the same conversations and read to samples (token ids and masks) as sharding does
 it. The tokeniser's own rate is that of its batch call on the same texts, on the same cores. `--gigabytes` of JSONL are
-then read whole, while the process's resident memory is watched. Last line: `readers ratio=… rss_mib=…`: samples' rate
-over the tokeniser's own, of JSONL, median of the rounds (goal >= 0.8); by how many MiB memory grew between the first
-tenth of the file and its end (goal: < 64, whatever its size).
+then read whole, while the process's resident memory is watched. Last line: `readers ratio=… rss_mib=… grown_mib=…`:
+samples' rate over the tokeniser's own, of JSONL, median of the rounds (goal >= 0.8); the most memory while the big file
+was read, most of it the libraries'; by how much it grew after the first tenth (goal: < 64, whatever the file's size).
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def main() -> None:
         f"tokeniser {statistics.median(own):,.0f} tokens/s on {os.cpu_count()} cores; resident {early:.0f} MiB after a "
         f"tenth of {args.gigabytes:g} GB, {most:.0f} MiB at most"
     )
-    print(f"readers ratio={statistics.median(ratios['jsonl']):.2f} rss_mib={most - early:.0f}")
+    ratio = statistics.median(ratios["jsonl"])
+    print(f"readers ratio={ratio:.2f} rss_mib={most:.0f} grown_mib={most - early:.0f}")
 
 
 if __name__ == "__main__":

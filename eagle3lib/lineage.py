@@ -19,8 +19,8 @@ PACKAGE = "eagle3lib"
 NOT_COMPUTING = {
     f"{PACKAGE}.{name}"
     for name in (
-        *("config", "disk", "errors", "job", "ledger", "lineage", "plan", "processes", "store"),
-        *("trackers", "warm_start"),
+        *("config", "disk", "errors", "job", "ledger", "lineage", "plan", "processes", "remote"),
+        *("store", "trackers", "warm_start"),
     )
 }
 # Of others: what they compute may differ from version to version.

