@@ -160,7 +160,7 @@ def test_sharding_is_a_permutation(many, shard_size, seed):
         source, out = Path(folder, "in.jsonl"), Path(folder, "out")
         source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
         dataset = DatasetConfig(name="d", conversations=["x"], shard_size=shard_size, seed=seed)
-        shards.shard_samples([source], FAST, dataset, out, vocab_size=len(FAST), regenerated=False)
+        shards.shard_samples([source], FAST, dataset, out, vocab_size=len(FAST))
         files = json.loads((out / "shards.json").read_text())
         samples = [sample for name in files for sample in shards.read_shard(out / "shards" / f"{name}.jsonl")]
     assert [(tuple(one.input_ids), one.reply_bounds) for one in samples] == list(wanted.items())
