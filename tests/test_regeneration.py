@@ -378,5 +378,10 @@ def test_refused_conversations_are_listed_and_asked_again(tmp_path, conversation
         assert (error["file"], error["line"]) == (conversations[2].file, 3) and "answers 400" in error["error"]
         run(tmp_path, conversations[:4], served_engine, out="again.jsonl")
         assert tries[tuple(bad)] == 2 and sum(tries.values()) == 8, "only the refused one is asked again"
+    with (
+        served(engine, refuse=lambda *_: 500) as (url, *_),
+        pytest.raises(UserError, match="refuses every prompt; .*500"),
+    ):
+        run(tmp_path / "all", conversations, ServedEngine(url, target, pauses=()))
     with pytest.raises(UserError, match="cannot be reached"):
         run(tmp_path, conversations[:6], served_engine)

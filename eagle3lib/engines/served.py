@@ -17,6 +17,7 @@ from eagle3lib.targets import TargetInfo
 SECONDS = 3600.0  # for one answer
 PAUSES = (1.0, 4.0, 16.0)  # seconds before a request is made again
 TOO_MANY_REQUESTS = 429
+ALL_REFUSED = 8  # so many refusals before the first reply: it is the server, not the prompts
 
 
 class Refused(UserError):
@@ -77,7 +78,8 @@ class ServedEngine:
     """An `engines.Speaker`. Raises UserError for a server that cannot be reached.
 
     `batch_size` requests are under way at once, and a further one is made when one of them has ended. A request that
-    fails is made again; one that is refused for good ends as "error: " and what the server says.
+    fails is made again; one that is refused for good ends as "error: " and what the server says, and where all of the
+    first few are, UserError says so.
     """
 
     def __init__(self, url: str, target: TargetInfo, key: str = "", pauses: Sequence[float] = PAUSES):
@@ -115,8 +117,14 @@ class ServedEngine:
                 return key, [], f"error: {error}"
             return key, *self._reply(got["choices"][0], stop)
 
+        refused, replied = 0, False
         for future, _ in in_flight(answer, prompts, batch_size):
-            yield future.result()
+            key, ids, finish = future.result()
+            failed = finish.startswith("error")
+            refused, replied = refused + failed, replied or not failed
+            if refused == ALL_REFUSED and not replied:
+                raise UserError(f"{self.api.url}: refuses every prompt; the last one: {finish}")
+            yield key, ids, finish
 
     def _reply(self, choice: dict[str, Any], stop: Sequence[int]) -> tuple[list[int], str]:
         ids, finish = token_ids(choice, self.tokenizer), choice["finish_reason"]
