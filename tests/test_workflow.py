@@ -281,6 +281,7 @@ def test_plan_of_the_headline_case_in_full(tmp_path):
         results / "targets/kimi-k2.5/target.json": json.dumps(asdict(target)),
         **{dataset / f"shards/{shard}.jsonl": "" for shard in shards},
         dataset / "rejected.jsonl": "",
+        dataset / "mixture.json": "{}",
         dataset / "shards.json": json.dumps(shards),
     }
     for path, text in contents.items():

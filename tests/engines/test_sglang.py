@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import urllib.error
@@ -20,6 +21,7 @@ from tiny import make_target
 from eagle3lib import extraction, hidden_states, processes, targets
 from eagle3lib.config import EngineConfig, StorageConfig
 from eagle3lib.engines import File
+from eagle3lib.engines.served import Api, ServedEngine
 from eagle3lib.engines.sglang import lease
 from eagle3lib.engines.sglang.client import SGLangEngine
 from eagle3lib.engines.sglang.launch import Wanted
@@ -250,6 +252,42 @@ def test_generation_in_a_role_of_its_own(world):
     engine.close()
     # as by a kill -9 of every process of ours: a stale handle is left, and perhaps an orphan
     psutil.Process(world.handle()["keeper"]["pid"]).kill()
+
+
+@pytest.mark.long
+def test_a_server_that_is_not_ours_answers_prompts_with_token_ids(world, tmp_path):
+    """Started as its users start it; asked through its OpenAI-compatible side (`regenerate.url`)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(world.target), "--port", str(port)]
+    command += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--disable-cuda-graph"]
+    environment = {**os.environ, **ENGINE["environment"], "SGLANG_USE_CPU_ENGINE": "1"}
+    with open(tmp_path / "log", "w") as log:
+        server = subprocess.Popen(
+            [*command, *ENGINE["server_args"]], env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}/v1"
+        assert processes.wait_until(lambda: server.poll() is not None or answers(url), 600)
+        served = ServedEngine(url, world.info)
+        prompts = world.sequences(9, 30, 17, seed=6)
+        numbered = [(i, ids, i) for i, ids in enumerate(prompts)]
+        replies = {i: (ids, finish) for i, ids, finish in served.generate(numbered, 12)}
+        assert replies == {i: (ids, "length") for i, ids in enumerate(world.reference.greedy(prompts, 12))}
+        end_of_turn = replies[1][0][2]
+        ((_, stopped, finish),) = served.generate(numbered[1:2], 40, eos_ids=[end_of_turn])
+        assert (stopped, finish) == (replies[1][0][:3], "stop")  # the end-of-turn token counts as reply
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def answers(url):
+    try:
+        return bool(Api(url).model)
+    except UserError:
+        return False
 
 
 @pytest.mark.long
