@@ -274,10 +274,12 @@ def test_a_server_that_is_not_ours_answers_prompts_with_token_ids(world, tmp_pat
         prompts = world.sequences(9, 30, 17, seed=6)
         numbered = [(i, ids, i) for i, ids in enumerate(prompts)]
         replies = {i: (ids, finish) for i, ids, finish in served.generate(numbered, 12)}
-        assert replies == {i: (ids, "length") for i, ids in enumerate(world.reference.greedy(prompts, 12))}
-        end_of_turn = replies[1][0][2]
-        ((_, stopped, finish),) = served.generate(numbered[1:2], 40, eos_ids=[end_of_turn])
-        assert (stopped, finish) == (replies[1][0][:3], "stop")  # the end-of-turn token counts as reply
+        expected = world.reference.greedy(prompts, 12)
+        ends = ["stop" if ids[-1] in world.info.eos_token_ids else "length" for ids in expected]
+        assert [replies[i] for i in range(3)] == list(zip(expected, ends, strict=True))
+        end_of_turn = expected[0][2]
+        ((_, stopped, finish),) = served.generate(numbered[:1], 40, eos_ids=[end_of_turn])
+        assert (stopped, finish) == (expected[0][:3], "stop")  # the end-of-turn token counts as reply
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
