@@ -69,7 +69,7 @@ def test_every_result_says_what_is_to_be_seen(walked):
     ("name", "texts"),
     [
         ("lineage.html", ["target fingerprint", "talk.jsonl", "train_draft_model", "logs/train_draft_model", "torch"]),
-        ("dataset.html", ["Sources", "talk.jsonl", "share of an epoch", "Rejected", "Lengths", "supervised in 1 reply"]),
+        ("dataset.html", ["Sources", "talk.jsonl", "share of an epoch", "Rejected", "supervised in 1 reply"]),
         ("gpu_release.html", ["NVML", "GPUs needed", "proved free"]),
         ("summary.html", ["How good", "acceptance length", "hours per million tokens", "hidden states", "snakemake"]),
     ],
