@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -49,6 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("keys", nargs="*", help="only these keys (folders of results/store/hidden_states)")
     one = add("gc", _gc, "what the configuration no longer uses; --delete frees it", configured=True)
     one.add_argument("--delete", nargs="+", metavar="NAME", help="names out of the list, or: all")
+    one = add("pack", _pack, "all results as tar files, to move them: a tar a shard, checked, resumable")
+    one.add_argument("destination", help="a folder, or a URL that fsspec knows (s3://bucket/prefix)")
+    one.add_argument("--jobs", type=int, default=os.cpu_count(), help="tars at once (as many as cores)")
+    one.add_argument("--read-back", action="store_true", help="read every tar again when all are written")
+    one = add("unpack", _unpack, "the results that were packed, in this folder; nothing that is there is overwritten")
+    one.add_argument("source", help="what `pack` wrote to")
+    one.add_argument("--jobs", type=int, default=os.cpu_count(), help="tars at once (as many as cores)")
     one = add("confirm", _confirm, "yes, make that finished work again (the refused plan names the TOKEN)")
     one.add_argument("token")
     about = "the command that starts an SGLang server with our plugin, for engine.url"
@@ -133,6 +141,18 @@ def _gc(arguments: argparse.Namespace) -> None:
     overview.gc(_plan(arguments), arguments.delete, print)
 
 
+def _pack(arguments: argparse.Namespace) -> None:
+    from eagle3lib import packing
+
+    packing.pack(Path(), arguments.destination, arguments.jobs, print, arguments.read_back)
+
+
+def _unpack(arguments: argparse.Namespace) -> None:
+    from eagle3lib import packing
+
+    packing.unpack(arguments.source, Path(), arguments.jobs, print)
+
+
 def _confirm(arguments: argparse.Namespace) -> None:
     ledger.confirm(STORE, arguments.token)
     print(f"confirmed {arguments.token}; run the same command again")
@@ -175,7 +195,6 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    import os
     from dataclasses import replace
 
     from transformers import AutoTokenizer

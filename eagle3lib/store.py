@@ -178,7 +178,7 @@ class Store:
     def mark_synced(self) -> None:
         """Have the filesystem write out all it holds, then say until when that is true."""
         self._marked, now = time.monotonic(), time.time()
-        _sync_filesystem(self.folder)
+        sync_filesystem(self.folder)
         self._write("synced.json", {"time": now})
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
@@ -274,7 +274,7 @@ def _being_written(part: Path) -> bool:
     return host == socket.gethostname() and writer != os.getpid() and started(writer) is not None
 
 
-def _sync_filesystem(folder: Path) -> None:
+def sync_filesystem(folder: Path) -> None:
     """syncfs(2): the filesystem of `folder`, not (as sync does) every one of the machine. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

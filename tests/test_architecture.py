@@ -57,7 +57,7 @@ LAYERS = [
         "drafts",
         "preflight",
     },
-    {"consumers", "hub", "overview", "replay", "trace", "why"},
+    {"consumers", "hub", "overview", "packing", "replay", "trace", "why"},
     {"canary", "diagnosis", "doctor", "pages"},
     {"bench"},
     {"__main__"},
