@@ -57,6 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     one = add("unpack", _unpack, "the results that were packed, in this folder; nothing that is there is overwritten")
     one.add_argument("source", help="what `pack` wrote to")
     one.add_argument("--jobs", type=int, default=os.cpu_count(), help="tars at once (as many as cores)")
+    about = "a dataset's states in the layout of another trainer: speculators 0.9 or SpecForge"
+    one = add("export-dataset", _export_dataset, about)
+    one.add_argument("states", type=Path, help="results/TARGET/DATASET/KEY")
+    one.add_argument("destination", type=Path, help="a folder")
+    one.add_argument("--format", choices=("speculators", "specforge"), required=True)
+    one.add_argument("--jobs", type=int, default=os.cpu_count(), help="samples at once (as many as cores)")
     one = add("confirm", _confirm, "yes, make that finished work again (the refused plan names the TOKEN)")
     one.add_argument("token")
     about = "the command that starts an SGLang server with our plugin, for engine.url"
@@ -151,6 +157,17 @@ def _unpack(arguments: argparse.Namespace) -> None:
     from eagle3lib import packing
 
     packing.unpack(arguments.source, Path(), arguments.jobs, print)
+
+
+def _export_dataset(arguments: argparse.Namespace) -> None:
+    from eagle3lib import dataset_export
+    from eagle3lib.targets import TargetInfo
+
+    states = arguments.states
+    target = TargetInfo.read(states.parents[1].parent / "targets" / states.parents[1].name / "target.json")
+    counts = dataset_export.export(states, target, arguments.destination, arguments.format, arguments.jobs)
+    print(f"{counts['samples']:,} samples in {arguments.destination}: {counts['train']:,} to train on, then "
+          f"{counts['validation']:,} to validate with")
 
 
 def _confirm(arguments: argparse.Namespace) -> None:

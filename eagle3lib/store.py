@@ -27,7 +27,17 @@ from typing import Any
 
 from eagle3lib.disk import vanished
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import FORMATS, StateKey, content_fault, convertible, load_sample, missing_rows, stretches
+from eagle3lib.hidden_states import (
+    FORMATS,
+    StateKey,
+    content_fault,
+    convertible,
+    load_header,
+    load_sample,
+    missing_rows,
+    stretches,
+)
+from eagle3lib.in_place import reference_fault
 from eagle3lib.job import append_line, file_lock, fsync_folder, read_lines, save_tensors, started, write_json
 from eagle3lib.lineage import file_sha256
 
@@ -107,13 +117,15 @@ class Store:
                 return f"{size} bytes where the manifest says {record['bytes']}"
             if full and file_sha256(path) != record["sha256"]:
                 return "its sha256 is not the manifest's"
-        # Without a line nobody vouches for the bytes: look at all of them.
+        # Without a line nobody vouches for the bytes: look at all of them. Another tool's file has no line of ours.
         return self._header_fault(path, sample, full or record is None)
 
     def _header_fault(self, path: Path, sample: str, content: bool) -> str | None:
         try:
-            stored = load_sample(path)
+            stored = load_sample(path) if content else load_header(path)
             meta = stored["meta"]
+            if "in_place" in meta and (fault := reference_fault(stored)):
+                return fault
             wanted = {"sample_id": sample, **self.key.values()}
             wrong = [f"{name} {meta.get(name)!r}, not {v!r}" for name, v in wanted.items() if meta.get(name) != v]
             return "; ".join(wrong) or (content_fault(stored) if content else None)

@@ -190,8 +190,10 @@ def sample(dataset: Dataset, row: pd.Series, key: str | None = None) -> list[Tab
 
 
 def _line_now(file: str, line: int, sha256: str) -> str:
-    """Is an input line still what it was?"""
+    """Is an input line still what it was? Line 0: a whole file of another tool."""
     try:
+        if line == 0:
+            return "unchanged since" if file_sha256(file) == sha256 else "changed since"
         with open(file, "rb") as lines:
             now = next((text for number, text in enumerate(lines, 1) if number == line), None)
     except OSError:

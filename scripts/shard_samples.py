@@ -17,5 +17,5 @@ with job_log(snakemake.log[0]):
         run.dataset,
         Path(snakemake.output.samples).parent,
         vocab_size=target.vocab_size,
-        regenerated=run.regenerate.enabled,
+        kind="imported" if run.dataset.imported else "replies" if run.replies_regenerated else "conversations",
     )

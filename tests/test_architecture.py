@@ -35,6 +35,7 @@ LAYERS = [
         "targets",
         "shards",
         "hidden_states",
+        "in_place",
         "checkpoint",
         "export",
         "foreign",
@@ -45,6 +46,7 @@ LAYERS = [
     },
     {"disk", "store", "ledger", "records", "verification"},
     {
+        "dataset_export",
         "extraction",
         "adoption",
         "engine_job",
