@@ -12,7 +12,7 @@ from typing import Any
 
 from eagle3lib import config, ledger, overview, sources, verification, why
 from eagle3lib.errors import UserError
-from eagle3lib.plan import ENGINE, STORE, Plan
+from eagle3lib.plan import ENGINE, RESULTS, STORE, Plan
 
 DEFAULT_CONFIG = "config/config.yaml"
 
@@ -63,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("destination", type=Path, help="a folder")
     one.add_argument("--format", choices=("speculators", "specforge"), required=True)
     one.add_argument("--jobs", type=int, default=os.cpu_count(), help="samples at once (as many as cores)")
+    add("relink", _relink, "make links again of states that a copy without -H has doubled")
+    one = add("crate", _crate, "a finished run as an RO-Crate: results/ro-crate-metadata.json")
+    one.add_argument("--workflow", type=Path, default=Path(__file__).parents[1], help="the folder of its Snakefile")
+    one.add_argument("--licence", metavar="URL", help="of the results, as https://spdx.org/licenses/CC-BY-4.0")
     one = add("confirm", _confirm, "yes, make that finished work again (the refused plan names the TOKEN)")
     one.add_argument("token")
     about = "the command that starts an SGLang server with our plugin, for engine.url"
@@ -168,6 +172,18 @@ def _export_dataset(arguments: argparse.Namespace) -> None:
     counts = dataset_export.export(states, target, arguments.destination, arguments.format, arguments.jobs)
     print(f"{counts['samples']:,} samples in {arguments.destination}: {counts['train']:,} to train on, then "
           f"{counts['validation']:,} to validate with")
+
+
+def _relink(_: argparse.Namespace) -> int:
+    from eagle3lib import links
+
+    return int(links.relink(RESULTS, print) > 0)
+
+
+def _crate(arguments: argparse.Namespace) -> None:
+    from eagle3lib import crate
+
+    print(crate.write(arguments.workflow, arguments.licence))
 
 
 def _confirm(arguments: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from eagle3lib.errors import UserError
 
-RESERVED_NAMES = {"store", "targets", "benchmarks", "engine"}
+RESERVED_NAMES = {"store", "targets", "benchmarks", "engine", "workflow"}
 
 
 def _plain_name(name: str) -> str:
@@ -215,6 +215,11 @@ class StorageConfig(Section):
         "volumes: ceph df, lfs quota, ...). The lesser of the two counts.",
     )
     max_fsync_seconds: float = Field(60, gt=0, description="A volume that is slower to make a sample durable stalls.")
+    shared_stores: list[str] = Field(
+        [],
+        description="Stores of other projects (their results/store), of other users too: what they hold is checked and "
+        "linked to, not made again, and never changed by us.",
+    )
     confirm_above_hours: float = Field(
         1.0, ge=0, description="Finished work of more hours is made again only after `python -m eagle3lib confirm`."
     )

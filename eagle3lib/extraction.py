@@ -25,7 +25,7 @@ from eagle3lib.job import Progress, file_lock, write_json
 from eagle3lib.ledger import Work
 from eagle3lib.lineage import digest
 from eagle3lib.shards import Sample, read_shard
-from eagle3lib.store import Store, link
+from eagle3lib.store import Store, link, shared_stores
 from eagle3lib.targets import TargetInfo
 
 # Tokens handed to the engine at once: it packs them into passes, so more is denser; this is also
@@ -55,7 +55,7 @@ def extract_shard(
 
     `open_engine` is called only when something must be computed. The manifest lists, by slot,
     sample_id, n_tokens, bytes and sha256: the same whatever was computed anew. `name` (target/dataset) is who
-    the work is put down to. Returns the counts {"found", "converted", "computed"}.
+    the work is put down to. Returns the counts {"found", "shared", "converted", "computed"}.
     """
     samples = read_shard(shard_file)
     if len(samples) != len(outputs):
@@ -69,6 +69,9 @@ def extract_shard(
         absent = [s for s in samples if records[s.sample_id] is None]
         found = len(samples) - len(absent)
         print(f"{shard_file.name}: {found} of {len(samples)} found in {store.folder}")
+        shared = _share(absent, store, storage)
+        records |= shared
+        absent = [s for s in absent if s.sample_id not in shared]
         store.remove_parts([s.sample_id for s in absent])
         guard = Guard(store, target.hidden_size, storage)
         records |= _convert(absent, store, guard)
@@ -78,7 +81,7 @@ def extract_shard(
             probed = _probe_once(engine, store)
             with Work(store.root, "states", name, store.key.values()) as work:
                 records |= _compute(missing, store, engine, code, guard, work, probed)
-        if absent:
+        if absent or shared:
             store.mark_synced()
         for sample, output in zip(samples, outputs, strict=True):
             link(store.path(sample.sample_id), output)
@@ -87,7 +90,7 @@ def extract_shard(
         for slot, s in enumerate(samples)
     ]
     write_json(manifest_file, {"key": store.key.short, "samples": rows})
-    return {"found": found, "converted": len(absent) - len(missing), "computed": len(missing)}
+    return {"found": found, "shared": len(shared), "converted": len(absent) - len(missing), "computed": len(missing)}
 
 
 class Guard:
@@ -117,6 +120,14 @@ def _find(sample: Sample, store: Store) -> dict[str, Any] | None:
         print(f"{sample.sample_id}: {len(rows)} rows of its last state are missing under a wider mask; made anew")
         return None
     return record
+
+
+def _share(absent: list[Sample], store: Store, storage: StorageConfig) -> Records:
+    """Samples that other projects' stores have, with all that the mask asks for."""
+    others = shared_stores(storage.shared_stores, store.key)
+    taken = {s.sample_id: store.share(s.sample_id, others) for s in absent} if others else {}
+    whole = {s.sample_id for s in absent if taken.get(s.sample_id) and not store.lacks_rows(s.sample_id, s.reply_bounds)}
+    return {sample: record for sample, record in taken.items() if sample in whole}
 
 
 def _convert(absent: list[Sample], store: Store, guard: Guard) -> Records:

@@ -44,7 +44,7 @@ LAYERS = [
         "plots",
         "engines",
     },
-    {"disk", "store", "ledger", "records", "verification"},
+    {"disk", "links", "store", "ledger", "records", "verification"},
     {
         "dataset_export",
         "extraction",
@@ -59,7 +59,7 @@ LAYERS = [
         "drafts",
         "preflight",
     },
-    {"consumers", "hub", "overview", "packing", "replay", "trace", "why"},
+    {"consumers", "crate", "hub", "overview", "packing", "replay", "trace", "why"},
     {"canary", "diagnosis", "doctor", "pages"},
     {"bench"},
     {"__main__"},
