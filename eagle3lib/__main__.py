@@ -170,8 +170,10 @@ def _export_dataset(arguments: argparse.Namespace) -> None:
     states = arguments.states
     target = TargetInfo.read(states.parents[1].parent / "targets" / states.parents[1].name / "target.json")
     counts = dataset_export.export(states, target, arguments.destination, arguments.format, arguments.jobs)
-    print(f"{counts['samples']:,} samples in {arguments.destination}: {counts['train']:,} to train on, then "
-          f"{counts['validation']:,} to validate with")
+    print(
+        f"{counts['samples']:,} samples in {arguments.destination}: {counts['train']:,} to train on, then "
+        f"{counts['validation']:,} to validate with"
+    )
 
 
 def _relink(_: argparse.Namespace) -> int:

@@ -59,7 +59,8 @@ class ImportedConfig(Section):
     )
     folder: str = Field(min_length=1, description="Where they lie.")
     last: Literal["probe", "pre-norm", "post-norm"] = Field(
-        "probe", description="Whether their last state is taken before or after the target's final norm; probe: found out."
+        "probe",
+        description="Whether their last state is taken before or after the target's final norm; probe: found out.",
     )
 
 
@@ -93,7 +94,9 @@ class DatasetConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> DatasetConfig:
         if bool(self.conversations) == bool(self.imported):
-            raise ValueError("conversations: give either these or dataset.imported" + (", not both" if self.imported else ""))
+            raise ValueError(
+                "conversations: give either these or dataset.imported" + (", not both" if self.imported else "")
+            )
         return self
 
 

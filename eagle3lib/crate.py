@@ -112,7 +112,11 @@ class _Graph:
         self.parts: list[str] = []
 
     def add(self, identity: str, kind: Any, **values: Any) -> dict[str, str]:
-        entity = {"@id": identity, "@type": kind, **{name: value for name, value in values.items() if value is not None}}
+        entity = {
+            "@id": identity,
+            "@type": kind,
+            **{name: value for name, value in values.items() if value is not None},
+        }
         self._entities.setdefault(identity, entity)
         return _ref(identity)
 
@@ -168,7 +172,10 @@ def _describe(graph: _Graph, jobs: list[Job], licence: str | None) -> None:
         "were measured to accept; made by a Snakemake workflow.",
         datePublished=_time(max((job.end for job in jobs), default=0.0)),
         license=_licence(graph, licence),
-        conformsTo=[graph.add(url, "CreativeWork", name=url.split("/ro/")[-1], version=url.rpartition("/")[2]) for url in PROFILES],
+        conformsTo=[
+            graph.add(url, "CreativeWork", name=url.split("/ro/")[-1], version=url.rpartition("/")[2])
+            for url in PROFILES
+        ],
         mainEntity=_ref(snakefile),
         mentions=[_ref("#run"), _ref("#orchestration")],
         hasPart=[],
@@ -201,7 +208,13 @@ def _workflow(graph: _Graph, snakefile: str, jobs: list[Job]) -> None:
         url=_ref("https://snakemake.readthedocs.io"),
         version=version,
     )
-    graph.add("#snakemake", "SoftwareApplication", name="Snakemake", url="https://snakemake.readthedocs.io", softwareVersion=version)
+    graph.add(
+        "#snakemake",
+        "SoftwareApplication",
+        name="Snakemake",
+        url="https://snakemake.readthedocs.io",
+        softwareVersion=version,
+    )
     tools = {rule: _tool(graph, rule) for rule in rules}
     steps = []
     for position, rule in enumerate(rules):

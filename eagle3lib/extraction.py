@@ -126,7 +126,9 @@ def _share(absent: list[Sample], store: Store, storage: StorageConfig) -> Record
     """Samples that other projects' stores have, with all that the mask asks for."""
     others = shared_stores(storage.shared_stores, store.key)
     taken = {s.sample_id: store.share(s.sample_id, others) for s in absent} if others else {}
-    whole = {s.sample_id for s in absent if taken.get(s.sample_id) and not store.lacks_rows(s.sample_id, s.reply_bounds)}
+    whole = {
+        s.sample_id for s in absent if taken.get(s.sample_id) and not store.lacks_rows(s.sample_id, s.reply_bounds)
+    }
     return {sample: record for sample, record in taken.items() if sample in whole}
 
 

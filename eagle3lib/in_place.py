@@ -94,14 +94,18 @@ def read(path: str | Path, form: str, aux_layers: int) -> Content:
     except Unreadable:
         raise
     except Exception as error:
-        raise Unreadable(f"cannot be read ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})") from None
+        raise Unreadable(
+            f"cannot be read ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
+        ) from None
     n = len(content.input_ids)
     if content.input_ids.dtype not in (torch.int64, torch.int32):
         raise Unreadable(f"its token ids are {content.input_ids.dtype}")
     if content.loss_mask is not None and len(content.loss_mask) != n:
         raise Unreadable(f"{len(content.loss_mask)} values of loss_mask for {n} tokens")
     if len(content.states) != aux_layers + 1:
-        raise Unreadable(f"{len(content.states)} states, not {aux_layers + 1} (hidden_states.aux_layer_ids and the last)")
+        raise Unreadable(
+            f"{len(content.states)} states, not {aux_layers + 1} (hidden_states.aux_layer_ids and the last)"
+        )
     for number, state in enumerate(content.states):
         if state.ndim != 2 or len(state) != n or state.shape[1] != content.states[0].shape[1]:
             raise Unreadable(f"state {number} has shape {list(state.shape)} for {n} tokens")

@@ -66,7 +66,9 @@ def relink(results: Path, say: Callable[[str], None]) -> int:
             freed += name.bytes
         else:
             bad += 1
-            say(f"{name.path}: neither it nor the store has the bytes of the manifest; delete it, and the next run makes it")
+            say(
+                f"{name.path}: neither it nor the store has the bytes of the manifest; delete it, and the next run makes it"
+            )
         progress.update()
     drafts = sum(_mend_draft(folder) for folder in results.glob("*/*/*/*/training"))
     say(f"{len(names) - bad:,} states and {drafts:,} files of drafts linked again, {freed:,} bytes doubled no longer")

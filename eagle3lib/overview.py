@@ -21,8 +21,8 @@ from eagle3lib.disk import Disk, check_plan, size
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey
 from eagle3lib.ledger import Redo
-from eagle3lib.plan import STORE, Plan, Run
 from eagle3lib.links import doubled_bytes
+from eagle3lib.plan import STORE, Plan, Run
 from eagle3lib.store import Store, is_held, open_stores, shared_stores
 from eagle3lib.targets import TargetInfo
 
@@ -152,7 +152,9 @@ def storage_plan(
     sizes = _sizes(samples, store.key, hidden_size)
     forecast = {"samples": len(sizes), "tokens": int(samples["n_tokens"].sum()), "bytes_all": sum(sizes)}
     # Shared ones take nobody's room here.
-    stored = {one.key.short: sum(r["bytes"] for r in one.records() if "shared" not in r) for one in open_stores(store.root)}
+    stored = {
+        one.key.short: sum(r["bytes"] for r in one.records() if "shared" not in r) for one in open_stores(store.root)
+    }
     now = {
         "samples_to_come": present.count(False),
         "bytes_to_come": sum(size for size, there in zip(sizes, present, strict=True) if not there),

@@ -32,7 +32,7 @@ from typing import IO, Any, Protocol
 
 from eagle3lib import records, verification
 from eagle3lib.errors import UserError
-from eagle3lib.job import HashingFile, Progress, atomic_write, file_lock, fsync_folder, read_lines
+from eagle3lib.job import HashingFile, Progress, atomic_write, file_lock, fsync_folder
 from eagle3lib.plan import RESULTS, STORE
 from eagle3lib.store import link, open_stores, sync_filesystem
 
@@ -221,7 +221,9 @@ def _add(tar: tarfile.TarFile, root: Path, file: File, expected: str | None, sto
             tar.addfile(member, reader)
         except OSError as error:
             if reader.bytes < file.bytes and error.errno is None:
-                raise UserError(f"{file.path}: became shorter while it was packed; run the same command again") from None
+                raise UserError(
+                    f"{file.path}: became shorter while it was packed; run the same command again"
+                ) from None
             raise
     sha256 = reader.sha256.hexdigest()
     if expected not in (None, sha256):
@@ -527,12 +529,15 @@ class _Remote:
         import fsspec
 
         self.url = url.rstrip("/")
-        protocol = url.partition("://")[0]
         try:
+            if url.startswith("s3://"):
+                from obstore.fsspec import register
+
+                register("s3")
             self.files, self.root = fsspec.core.url_to_fs(self.url)
-        except ImportError:
-            extra = "`pip install eagle3lib[s3]`" if protocol == "s3" else "its package"
-            raise UserError(f"{url}: fsspec needs a package for {protocol}:// that is not installed; {extra}") from None
+        except ImportError as error:
+            remedy = "`pip install eagle3lib[s3]`" if url.startswith("s3://") else str(error)
+            raise UserError(f"{url}: a package is missing: {remedy}") from None
         except ValueError as error:
             raise UserError(f"{url}: {error}; give a folder, or a URL that fsspec knows (s3://bucket/prefix)") from None
 
@@ -541,26 +546,24 @@ class _Remote:
 
     @contextmanager
     def write(self, name: str) -> Iterator[IO[bytes]]:
-        file = self.files.open(f"{self.root}/{name}", "wb", block_size=4 * BLOCK)
+        file = self.files.open(f"{self.root}/{name}", "wb")
         try:
             yield file
-        except BaseException:  # closing it would send what there is as the whole
-            with suppress(Exception):
-                file.discard()
-            file.closed = True
+        except BaseException:
+            file.closed = True  # closing it would send what there is as the whole
             raise
         file.close()
 
     def open(self, name: str) -> IO[bytes]:
-        return self.files.open(f"{self.root}/{name}", "rb", cache_type="readahead", block_size=4 * BLOCK)
+        return self.files.open(f"{self.root}/{name}", "rb")
 
     def read_bytes(self, name: str) -> bytes | None:
         try:
             return self.files.cat_file(f"{self.root}/{name}")
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise UserError(f"{self.url}: {_reason(error)}; check bucket, rights and endpoint") from None
+        except Exception as error:
+            raise UserError(f"{self.url}: {_reason(error)}; check bucket, rights and endpoint (AWS_…)") from None
 
     def write_bytes(self, name: str, data: bytes) -> None:
         self.files.pipe_file(f"{self.root}/{name}", data)

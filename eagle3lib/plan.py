@@ -121,7 +121,12 @@ class Run:
         if imported is None:
             raise UserError("dataset.imported: not set; nothing is imported")
         layers = len(self.key.aux_layer_ids)
-        return {"format": imported.format, "aux_layers": layers, "folder": imported.folder, "files": in_place.listing(imported)}
+        return {
+            "format": imported.format,
+            "aux_layers": layers,
+            "folder": imported.folder,
+            "files": in_place.listing(imported),
+        }
 
     def maker(self) -> dict[str, str]:
         """What makes a state and is not part of its identity (see `adoption`)."""

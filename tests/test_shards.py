@@ -57,7 +57,12 @@ def run(tokenizer, tmp_path, rows, vocab_size=VOCAB, regenerated=False, **settin
     path = write(tmp_path / "in.jsonl", rows)
     out = tmp_path / "out"
     counts = shards.shard_samples(
-        [path], tokenizer, dataset(**settings), out, vocab_size=vocab_size, kind="replies" if regenerated else "conversations"
+        [path],
+        tokenizer,
+        dataset(**settings),
+        out,
+        vocab_size=vocab_size,
+        kind="replies" if regenerated else "conversations",
     )
     return counts, pandas.read_parquet(out / "samples.parquet"), out
 

@@ -110,7 +110,9 @@ class Imported:
         return last
 
     def _post_norm(self, last: torch.Tensor, reading: str) -> torch.Tensor:
-        return last.float() if reading == POST_NORM else rms_norm(last, norm_factor(self.target), self.target.rms_norm_eps)
+        return (
+            last.float() if reading == POST_NORM else rms_norm(last, norm_factor(self.target), self.target.rms_norm_eps)
+        )
 
     def _by_scale(self, lines: list[dict[str, Any]], aux_layers: int) -> str:
         """A norm leaves each row at the length of its weight; before it, rows have lengths of their own."""
@@ -128,7 +130,9 @@ class Imported:
         states = self._read(line, len(aux_layer_ids)).states
         expected = [state.float().cpu() for state in reference(line["input_ids"])]
         self._check_layers(line["file"], states[:-1], expected, aux_layer_ids)
-        readings = {reading: distance(self._post_norm(states[-1], reading), expected[-1]) for reading in (POST_NORM, PRE_NORM)}
+        readings = {
+            reading: distance(self._post_norm(states[-1], reading), expected[-1]) for reading in (POST_NORM, PRE_NORM)
+        }
         found = min(readings, key=readings.__getitem__)
         if readings[found] > TOLERANCE:
             raise UserError(
@@ -152,7 +156,9 @@ class Imported:
             )
         # Equal layers cannot be told apart: what is asked for may be as near as the nearest.
         if any(row[k] > TOLERANCE for row, k in zip(distances, aux_layer_ids, strict=True)):
-            raise UserError(f"{file}: its layers are {like}, not {list(aux_layer_ids)}; set hidden_states.aux_layer_ids: {like}")
+            raise UserError(
+                f"{file}: its layers are {like}, not {list(aux_layer_ids)}; set hidden_states.aux_layer_ids: {like}"
+            )
 
 
 def distance(state: torch.Tensor, expected: torch.Tensor) -> float:
