@@ -50,23 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("keys", nargs="*", help="only these keys (folders of results/store/hidden_states)")
     one = add("gc", _gc, "what the configuration no longer uses; --delete frees it", configured=True)
     one.add_argument("--delete", nargs="+", metavar="NAME", help="names out of the list, or: all")
-    one = add("pack", _pack, "all results as tar files, to move them: a tar a shard, checked, resumable")
-    one.add_argument("destination", help="a folder, or a URL that fsspec knows (s3://bucket/prefix)")
-    one.add_argument("--jobs", type=int, default=os.cpu_count(), help="tars at once (as many as cores)")
-    one.add_argument("--read-back", action="store_true", help="read every tar again when all are written")
-    one = add("unpack", _unpack, "the results that were packed, in this folder; nothing that is there is overwritten")
-    one.add_argument("source", help="what `pack` wrote to")
-    one.add_argument("--jobs", type=int, default=os.cpu_count(), help="tars at once (as many as cores)")
-    about = "a dataset's states in the layout of another trainer: speculators 0.9 or SpecForge"
-    one = add("export-dataset", _export_dataset, about)
-    one.add_argument("states", type=Path, help="results/TARGET/DATASET/KEY")
-    one.add_argument("destination", type=Path, help="a folder")
-    one.add_argument("--format", choices=("speculators", "specforge"), required=True)
-    one.add_argument("--jobs", type=int, default=os.cpu_count(), help="samples at once (as many as cores)")
-    add("relink", _relink, "make links again of states that a copy without -H has doubled")
-    one = add("crate", _crate, "a finished run as an RO-Crate: results/ro-crate-metadata.json")
-    one.add_argument("--workflow", type=Path, default=Path(__file__).parents[1], help="the folder of its Snakefile")
-    one.add_argument("--licence", metavar="URL", help="of the results, as https://spdx.org/licenses/CC-BY-4.0")
+    _moving(add)
     one = add("confirm", _confirm, "yes, make that finished work again (the refused plan names the TOKEN)")
     one.add_argument("token")
     about = "the command that starts an SGLang server with our plugin, for engine.url"
@@ -97,6 +81,27 @@ def _parser() -> argparse.ArgumentParser:
     add("schema", _schema, "the JSON schema of the configuration")
     add("keys", _keys, "every key of the configuration, as a Markdown table")
     return parser
+
+
+def _moving(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Commands that take results elsewhere, or mend them after that."""
+    one = add("pack", _pack, "all results as tar files, to move them: a tar a shard, checked, resumable")
+    one.add_argument("destination", help="a folder, or a URL that fsspec knows (s3://bucket/prefix)")
+    one.add_argument("--jobs", type=int, default=os.cpu_count(), help="tars at once (as many as cores)")
+    one.add_argument("--read-back", action="store_true", help="read every tar again when all are written")
+    one = add("unpack", _unpack, "the results that were packed, in this folder; nothing that is there is overwritten")
+    one.add_argument("source", help="what `pack` wrote to")
+    one.add_argument("--jobs", type=int, default=os.cpu_count(), help="tars at once (as many as cores)")
+    about = "a dataset's states in the layout of another trainer: speculators 0.9 or SpecForge"
+    one = add("export-dataset", _export_dataset, about)
+    one.add_argument("states", type=Path, help="results/TARGET/DATASET/KEY")
+    one.add_argument("destination", type=Path, help="a folder")
+    one.add_argument("--format", choices=("speculators", "specforge"), required=True)
+    one.add_argument("--jobs", type=int, default=os.cpu_count(), help="samples at once (as many as cores)")
+    add("relink", _relink, "make links again of states that a copy without -H has doubled")
+    one = add("crate", _crate, "a finished run as an RO-Crate: results/ro-crate-metadata.json")
+    one.add_argument("--workflow", type=Path, default=Path(__file__).parents[1], help="the folder of its Snakefile")
+    one.add_argument("--licence", metavar="URL", help="of the results, as https://spdx.org/licenses/CC-BY-4.0")
 
 
 def _bench_arguments(one: argparse.ArgumentParser) -> None:

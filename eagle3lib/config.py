@@ -76,8 +76,8 @@ class DatasetConfig(Section):
     imported: ImportedConfig | None = Field(
         None,
         description="Instead of conversations, hidden states of another tool with their token ids and masks: {format: "
-        "specforge | speculators | speculators-old, folder: PATH}, and last: pre-norm | post-norm where the probe cannot "
-        "tell. Their layers are hidden_states.aux_layer_ids.",
+        "specforge | speculators | speculators-old, folder: PATH}, and last: pre-norm | post-norm where the probe "
+        "cannot tell. Their layers are hidden_states.aux_layer_ids.",
     )
     max_conversations: int | None = Field(None, ge=1, description="Read at most so many conversations (null: all).")
     token_budget: int | None = Field(

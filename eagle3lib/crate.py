@@ -137,13 +137,13 @@ class _Graph:
             self.parts.append(identity)
         if there.is_dir():
             return self.add(identity, "Dataset", name=there.name, hasPart=[self.file(str(p)) for p in _files(there)])
-        about = there.stat()
+        stat = there.stat()
         return self.add(
             identity,
             "File",
             name=there.name,
-            contentSize=str(about.st_size),
-            dateModified=_time(about.st_mtime),
+            contentSize=str(stat.st_size),
+            dateModified=_time(stat.st_mtime),
             encodingFormat=MEDIA_TYPES.get(there.suffix, "application/octet-stream"),
         )
 
@@ -168,8 +168,8 @@ def _describe(graph: _Graph, jobs: list[Job], licence: str | None) -> None:
         "./",
         "Dataset",
         name=f"EAGLE-3 drafts: {drafts}",
-        description="Speculative-decoding draft models, the samples and hidden states they were trained on, and what they "
-        "were measured to accept; made by a Snakemake workflow.",
+        description="Speculative-decoding draft models, the samples and hidden states they were trained on, and what "
+        "they were measured to accept; made by a Snakemake workflow.",
         datePublished=_time(max((job.end for job in jobs), default=0.0)),
         license=_licence(graph, licence),
         conformsTo=[

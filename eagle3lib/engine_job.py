@@ -11,7 +11,7 @@ import torch
 
 from eagle3lib import gpus, plan
 from eagle3lib.config import RunConfig
-from eagle3lib.engines import Engine, open_engine
+from eagle3lib.engines import open_engine
 from eagle3lib.targets import TargetInfo
 
 
@@ -32,8 +32,11 @@ def open_for(
     role: str,
     aux_layer_ids: Sequence[int] = (),
     draft: str | Path | None = None,
-) -> Engine:
-    """The configured engine; to extract where states are imported, what stands for one. Without a GPU drafts are evaluated in transformers: SGLang cannot serve them there."""
+) -> Any:
+    """The configured engine; to extract where states are imported, what stands for one.
+
+    Without a GPU drafts are evaluated in transformers: SGLang cannot serve them there.
+    """
     if role == "extract" and run.dataset.imported:
         from eagle3lib.engines.imported import Imported
 

@@ -55,7 +55,7 @@ def extract_shard(
 
     `open_engine` is called only when something must be computed. The manifest lists, by slot,
     sample_id, n_tokens, bytes and sha256: the same whatever was computed anew. `name` (target/dataset) is who
-    the work is put down to. Returns the counts {"found", "shared", "converted", "computed"}.
+    the work is put down to. Returns the counts {"found", "converted", "computed"}.
     """
     samples = read_shard(shard_file)
     if len(samples) != len(outputs):
@@ -67,11 +67,10 @@ def extract_shard(
     with file_lock(store.folder / "locks" / f"{digest([s.sample_id for s in samples])}.lock"):
         records: Records = {s.sample_id: _find(s, store) for s in samples}
         absent = [s for s in samples if records[s.sample_id] is None]
+        records |= _share(absent, store, storage)
+        absent = [s for s in absent if records[s.sample_id] is None]
         found = len(samples) - len(absent)
-        print(f"{shard_file.name}: {found} of {len(samples)} found in {store.folder}")
-        shared = _share(absent, store, storage)
-        records |= shared
-        absent = [s for s in absent if s.sample_id not in shared]
+        print(f"{shard_file.name}: {found} of {len(samples)} found in {store.folder} and shared stores")
         store.remove_parts([s.sample_id for s in absent])
         guard = Guard(store, target.hidden_size, storage)
         records |= _convert(absent, store, guard)
@@ -81,7 +80,7 @@ def extract_shard(
             probed = _probe_once(engine, store)
             with Work(store.root, "states", name, store.key.values()) as work:
                 records |= _compute(missing, store, engine, code, guard, work, probed)
-        if absent or shared:
+        if absent:
             store.mark_synced()
         for sample, output in zip(samples, outputs, strict=True):
             link(store.path(sample.sample_id), output)
@@ -90,7 +89,7 @@ def extract_shard(
         for slot, s in enumerate(samples)
     ]
     write_json(manifest_file, {"key": store.key.short, "samples": rows})
-    return {"found": found, "shared": len(shared), "converted": len(absent) - len(missing), "computed": len(missing)}
+    return {"found": found, "converted": len(absent) - len(missing), "computed": len(missing)}
 
 
 class Guard:

@@ -1,8 +1,9 @@
 """Hidden states that another tool wrote, read where they lie: no second copy of terabytes.
 
-    specforge        **/*.ckpt, *.ckpt.gz: input_ids [T], loss_mask [T], aux_hidden_state [1, T, L·H], hidden_state [1, T, H]
-    speculators      hidden_states/hs_{i}.safetensors: hidden_states [T, L+1, H], token_ids [T]; row i of the Arrow table
-                     beside it: input_ids, loss_mask (speculators 0.9)
+    specforge        **/*.ckpt, *.ckpt.gz: input_ids [T], loss_mask [T], aux_hidden_state [1, T, L·H],
+                     hidden_state [1, T, H]
+    speculators      hidden_states/hs_{i}.safetensors: hidden_states [T, L+1, H], token_ids [T]; row i of the Arrow
+                     table beside it: input_ids, loss_mask (speculators 0.9)
     speculators-old  **/data_*.pt: input_ids [T], loss_mask [T], hidden_states: list of L+1 tensors [T, H]
 
 What the store holds of such a sample is its ids and mask and, in `meta.in_place`, which file has its states: path,
@@ -123,7 +124,7 @@ def _specforge(path: Path, aux_layers: int) -> Content:
     aux, last = (_rows(data[name]) for name in ("aux_hidden_state", "hidden_state"))
     if aux.shape[-1] != aux_layers * last.shape[-1]:
         raise Unreadable(
-            f"its aux states are {aux.shape[-1]} wide, not {aux_layers} x {last.shape[-1]}; hidden_states.aux_layer_ids?"
+            f"aux states {aux.shape[-1]} wide, not {aux_layers} x {last.shape[-1]} (hidden_states.aux_layer_ids)"
         )
     return Content(data["input_ids"].flatten(), data["loss_mask"].flatten(), [*aux.chunk(aux_layers, -1), last])
 

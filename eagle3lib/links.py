@@ -1,5 +1,5 @@
-"""Names in the datasets that are no longer links into the store: a copy without -H makes a file of each name, and doubles
-the bytes. `relink` makes links of them again; nothing is lost on the way, whichever of the two is whole.
+"""Names in the datasets that are no longer links into the store: a copy without -H makes a file of each name, and
+doubles the bytes. `relink` makes links of them again; nothing is lost on the way, whichever of the two is whole.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def relink(results: Path, say: Callable[[str], None]) -> int:
             freed += name.bytes
         else:
             bad += 1
-            say(
-                f"{name.path}: neither it nor the store has the bytes of the manifest; delete it, and the next run makes it"
-            )
+            say(f"{name.path}: neither it nor the store has the manifest's bytes; delete it, the next run makes it")
         progress.update()
     drafts = sum(_mend_draft(folder) for folder in results.glob("*/*/*/*/training"))
     say(f"{len(names) - bad:,} states and {drafts:,} files of drafts linked again, {freed:,} bytes doubled no longer")

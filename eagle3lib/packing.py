@@ -180,7 +180,7 @@ def pack(root: Path, destination: str, jobs: int, say: Callable[[str], None], re
         f"{len(todo):,} tars, {index['files']:,} files, {index['bytes']:,} bytes in {destination}; "
         f"{len(todo) - len(missing):,} of the tars were there"
     )
-    for path in index["needs"]:
+    for path in needs(root):
         say(f"not packed, to be brought along: {path}")
 
 
@@ -386,7 +386,7 @@ def _damaged(place: Place, name: str, what: str) -> str:
 def _in_parallel(
     work: Callable[[Bundle, threading.Event], None], bundles: Sequence[Bundle], jobs: int, label: str
 ) -> None:
-    """`work` on all; a fault of one does not stop the others, but that of a disk or a network does. Ctrl-C stops all."""
+    """`work` on all; a fault of one does not stop the others, that of a disk or a network does. Ctrl-C stops all."""
     stop, faults = threading.Event(), list[str]()
     progress = Progress(sum(one.bytes for one in bundles), "bytes", label)
     pool = ThreadPoolExecutor(max(1, jobs))

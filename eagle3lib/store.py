@@ -24,6 +24,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,10 @@ class Store:
             own = self.path(sample)
             if not own.parent.exists():
                 self._make_fan(own.parent)
-            _replace_by(own, lambda part, source=path: part.symlink_to(source.resolve()))
-            kept = {name: record[name] for name in ("sample_id", "bytes", "sha256", "last_rows") if name in record}
+            _replace_by(own, partial(_symlink, path))
+            kept: dict[str, Any] = {
+                name: record[name] for name in ("sample_id", "bytes", "sha256", "last_rows") if name in record
+            }
             return self._append({**kept, "shared": str(path.resolve())})
         return None
 
@@ -284,7 +287,7 @@ def shared_stores(folders: Iterable[str], key: StateKey) -> list[Store]:
     for folder in map(Path, folders):
         if not (folder / "hidden_states").is_dir():
             raise UserError(
-                f"config: storage.shared_stores: {folder} has no folder hidden_states; give another project's results/store"
+                f"config: storage.shared_stores: {folder} has no hidden_states/; give another project's results/store"
             )
         found.append(Store(folder, key))
     return found
@@ -387,10 +390,10 @@ def link(source: Path, destination: Path) -> None:
     if destination.exists() and destination.samefile(source):
         return
     if source.is_symlink():  # of a shared store: a link to a link would break with the one in between
-        _replace_by(destination, lambda part: part.symlink_to(source.resolve()))
+        _replace_by(destination, partial(_symlink, source))
         return
     try:
-        _replace_by(destination, lambda part: os.link(source, part))
+        _replace_by(destination, partial(os.link, source))
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
             raise
@@ -401,10 +404,10 @@ def _link_otherwise(source: Path, destination: Path, refused: OSError) -> None:
     try:
         if refused.errno == errno.EXDEV:
             raise refused
-        _replace_by(destination, lambda part: _reflink(source, part))
+        _replace_by(destination, partial(_reflink, source))
     except OSError:
         try:
-            _replace_by(destination, lambda part: part.symlink_to(source.resolve()))
+            _replace_by(destination, partial(_symlink, source))
         except OSError as error:
             raise UserError(
                 f"{destination}: cannot be a hard link to {source} ({refused.strerror}), nor a reflink, nor a symbolic "
@@ -421,6 +424,10 @@ def _replace_by(destination: Path, make: Callable[[Path], Any]) -> None:
     finally:
         with contextlib.suppress(OSError):  # the first error is the one to tell
             part.unlink(missing_ok=True)  # rename(2) leaves it where both names are of one file
+
+
+def _symlink(source: Path, destination: Path) -> None:
+    destination.symlink_to(source.resolve())
 
 
 FICLONE = 0x40049409

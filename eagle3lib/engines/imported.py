@@ -54,18 +54,19 @@ class Imported:
         under that reading, "compared": distances to the target's own states, or why there are none}. Raises UserError.
         """
         lines = in_place.some_lines(self.lines, SAMPLES)
+        compared: Any = "the target does not fit into memory"
         if self._fits:
             found, compared = self._against_target(self._reference(), lines[0], aux_layer_ids)
         else:
-            found, compared = self._by_scale(lines, len(aux_layer_ids)), "the target does not fit into memory"
+            found = self._by_scale(lines, len(aux_layer_ids))
         configured = self.imported.last
         if configured not in ("probe", found):
             raise UserError(f"config: dataset.imported.last: {configured}, but the probe finds {found}; leave it out")
         agreement = self._agreement(lines, len(aux_layer_ids), found)
         if configured == "probe" and not self._fits and agreement < FEWEST:
             raise UserError(
-                f"probe: head(last), taken as {found}, chooses {agreement:.1%} of the replies' tokens, and the target does "
-                "not fit into memory to compare with. Are the states this target's? If you know, set "
+                f"probe: head(last), taken as {found}, chooses {agreement:.1%} of the replies' tokens, and the target "
+                "does not fit into memory to compare with. Are the states this target's? If you know, set "
                 f"dataset.imported.last: {found}"
             )
         return {"last": found, "agreement": agreement, "compared": compared, "files": [line["file"] for line in lines]}
@@ -104,8 +105,8 @@ class Imported:
         last = self._read(line, aux_layers).states[-1].float()
         if last.shape[1] != self.target.hidden_size:
             raise UserError(
-                f"{line['file']}: states of size {last.shape[1]}, the target's are {self.target.hidden_size}: of another "
-                "target"
+                f"{line['file']}: states of size {last.shape[1]}, the target's are {self.target.hidden_size}: of "
+                "another target"
             )
         return last
 
@@ -151,7 +152,7 @@ class Imported:
         if any(far):
             worst = far.index(True)
             raise UserError(
-                f"{file}: its aux state {worst} is none of the target's: the nearest, output_hidden_states[{like[worst]}], "
+                f"{file}: aux state {worst} is none of the target's: the nearest, output_hidden_states[{like[worst]}], "
                 f"is {min(distances[worst]):.2g} of its size away; made by another target or revision?"
             )
         # Equal layers cannot be told apart: what is asked for may be as near as the nearest.
