@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # What needs the environments of the engines beside our own: `make test-engines`.
-ENGINE_VENVS := .venv-sglang/.done .venv-vllm/.done
+ENGINE_VENVS := .venv-sglang/.done .venv-vllm/.done .venv-peers/.done
 # Two spinning OpenMP threads a job starve each other on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE ?= 1
@@ -33,7 +33,7 @@ venv-vllm: .venv-vllm/.done  ## vLLM for CPUs, apart from the trainer: their pin
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --requirement envs/vllm.txt
 	touch $@
 
-venv-peers: .venv-peers/.done  ## SpecForge and speculators, for benchmarks.peers
+venv-peers: .venv-peers/.done  ## SpecForge and speculators, for benchmarks.peers and what they read of ours
 
 .venv-peers/.done: envs/peers.txt
 	$(PYTHON) -m venv .venv-peers
@@ -76,7 +76,7 @@ CONFIG ?= config/config.yaml
 report: venv  ## report.html of a finished run, offline
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --configfile $(CONFIG) --report report.html
 
-WORKFLOWS := tests/test_durability.py tests/test_recomputed.py
+WORKFLOWS := tests/test_durability.py tests/test_imported.py tests/test_recomputed.py
 test: venv  ## all tests but those of the next targets (under 12 minutes on two cores)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(foreach file,$(WORKFLOWS) tests/engines,--ignore=$(file))
 
@@ -85,7 +85,7 @@ test-durability: venv  ## whole workflows that lose files, records and room or c
 
 # Of the engines' tests: all, or by `-m`.
 ENGINE_TESTS ?=
-test-engines: venv $(ENGINE_VENVS)  ## a real SGLang server extracts; vLLM decodes with the exported draft
+test-engines: venv $(ENGINE_VENVS)  ## a real SGLang server extracts; vLLM decodes with the exported draft; the peers read our datasets
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses=0 --timeout=1500 tests/engines $(ENGINE_TESTS)
 
 chaos: venv  ## kill, fill, cut, flip: 700 times; the last line says what was lost

@@ -91,14 +91,6 @@ class DatasetConfig(Section):
     validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of samples held out, by content hash.")
     seed: int = Field(0, description="Seed of the validation split.")
 
-    @model_validator(mode="after")
-    def _one_source(self) -> DatasetConfig:
-        if bool(self.conversations) == bool(self.imported):
-            raise ValueError(
-                "conversations: give either these or dataset.imported" + (", not both" if self.imported else "")
-            )
-        return self
-
 
 class RegenerateConfig(Section):
     """Whether the target answers the prompts itself (on-policy), and how."""
@@ -395,6 +387,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
+        if bool(self.dataset.conversations) == bool(self.dataset.imported):
+            raise ValueError("dataset.conversations: give either these or dataset.imported, and not both")
         if self.dataset.imported and self.hidden_states.storage_format != "bf16":
             raise ValueError("hidden_states.storage_format: imported states stay as they are; leave it out")
         if self.replies_regenerated and self.regenerate.max_new_tokens >= self.dataset.max_tokens:

@@ -1,6 +1,7 @@
 """A shard's job: right values, only what is missing, the same manifest whatever was missing."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -149,6 +150,7 @@ def test_leftover_part_files_are_removed(shard, target):
     part = store.path(rows[0]["sample_id"]).with_name(f"{rows[0]['sample_id']}.host.1.part")
     part.parent.mkdir(parents=True)
     part.write_bytes(b"half")
+    os.utime(part, (1, 1))  # of another host, and long ago
     run(shard, target)
     assert not list(shard.parent.rglob("*.part"))
 

@@ -1,0 +1,51 @@
+"""A dataset goes out to another tool's layout and comes in again, in place, through the whole workflow."""
+
+import json
+import os
+
+import pandas as pd
+import torch
+from workflow import TINY_SAMPLES
+
+from eagle3lib.hidden_states import load_sample
+
+
+def test_exported_dataset_is_imported_in_place_and_trained_on(workspace, form="speculators"):
+    states = workspace.result("tiny/talk/*/hidden_states").parent
+    exported = workspace.ask(
+        "export-dataset", str(states.relative_to(workspace.run_folder)), "../theirs", "--format", form
+    )
+    assert exported.returncode == 0 and f"{TINY_SAMPLES} samples in ../theirs" in exported.stdout, exported.stderr
+    theirs = {p: p.stat() for p in (workspace.folder / "theirs").rglob("*") if p.is_file()}
+    own = {load_sample(path)["meta"]["sample_id"]: path for path in workspace.states().values()}
+    bad = next(p for p in sorted(theirs) if p.suffix in (".ckpt", ".safetensors"))
+    os.truncate(bad, 1000)
+    workspace.clear_logs()
+    values = workspace.config
+    values["dataset"] = {**values["dataset"], "name": "theirs", "imported": {"format": form, "folder": "../theirs"}}
+    del values["dataset"]["conversations"]
+    workspace.config = {**values, "regenerate": {}}
+    workspace.snakemake()
+    rejected = json.loads(workspace.result("tiny/theirs/rejected.jsonl").read_text())
+    assert rejected["reason"] == "bad_file" and rejected["file"].endswith(bad.name)
+    table = pd.read_parquet(workspace.result("tiny/theirs/*/hidden_states.parquet"))
+    assert len(table) == TINY_SAMPLES - 1 and table["bytes"].max() < 12_000
+    folder = workspace.result("tiny/theirs/*/hidden_states")
+    for sample, path in zip(table["sample_id"], table["path"], strict=True):
+        here, there = load_sample(folder / path), load_sample(own[sample])
+        for a, b in zip(here["hidden_states"], there["hidden_states"], strict=True):
+            assert (a.float() - b.float()).norm() <= 0.01 * b.float().norm()
+        assert torch.equal(here["loss_mask"], there["loss_mask"])
+    probe = json.loads(
+        next(workspace.run_folder.glob(f"results/store/hidden_states/*/probe-imported-{form}.json")).read_text()
+    )
+    assert probe["last"] == ("pre-norm" if form == "speculators" else "post-norm")
+    assert set(probe["compared"]) == {"2", "4", "5", "last"}
+    summary = json.loads(workspace.result("summary.json").read_text())["runs"][0]
+    assert summary["samples"] == TINY_SAMPLES - 1 and summary["dataset"] == "theirs"
+    assert all(
+        (p.stat().st_mtime_ns, p.stat().st_ino) == (s.st_mtime_ns, s.st_ino) for p, s in theirs.items() if p != bad
+    )
+    assert not workspace.planned()
+    traced = workspace.ask("trace", f"{table['file'][0]}:0").stdout
+    assert "unchanged since" in traced and f"imported from {form}" in traced
