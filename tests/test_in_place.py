@@ -69,8 +69,8 @@ def samples(engine):
 def write(folder: Path, form: str, samples, target, dtype=torch.bfloat16, layers=None) -> ImportedConfig:
     """The samples as `form` lays them out; speculators' last state is from before the norm."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number, (ids, mask, aux, before, after) in enumerate(samples):
-        aux = [state.to(dtype) for state in (aux if layers is None else layers[number])]
+    for number, (ids, mask, own, before, after) in enumerate(samples):
+        aux = [state.to(dtype) for state in (own if layers is None else layers[number])]
         if form == "specforge":
             content = {
                 "input_ids": torch.tensor(ids),
@@ -97,7 +97,7 @@ def write(folder: Path, form: str, samples, target, dtype=torch.bfloat16, layers
     return ImportedConfig(format=form, folder=str(folder))
 
 
-def scan(imported, tmp_path, layers=len(LAYERS)):
+def scan(imported, tmp_path, layers=3):
     out = tmp_path / "imported.jsonl"
     counts = in_place.scan(imported, layers, tmp_path / "progress.jsonl", out, 2)
     return counts, list(in_place.imported_lines(out)), out
