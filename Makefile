@@ -6,12 +6,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # What needs the environments of the engines beside our own: `make test-engines`.
-ENGINE_VENVS := .venv-sglang/.done .venv-vllm/.done .venv-peers/.done
+ENGINE_VENVS := .venv-sglang/.done .venv-vllm/.done .venv-peers/.done .venv-crate/.done
 # Two spinning OpenMP threads a job starve each other on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: venv chromium venv-sglang venv-vllm venv-peers demo demo-smoke demo-sglang report test test-durability test-engines chaos lint schema lock clean help
+.PHONY: venv chromium venv-sglang venv-vllm venv-peers venv-crate demo demo-smoke demo-sglang report test test-durability test-engines chaos lint schema lock clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -38,6 +38,13 @@ venv-peers: .venv-peers/.done  ## SpecForge and speculators, for benchmarks.peer
 .venv-peers/.done: envs/peers.txt
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --no-deps --requirement envs/peers.txt
+	touch $@
+
+venv-crate: .venv-crate/.done  ## validators of RO-Crates, for tests/engines/test_crate_validators.py
+
+.venv-crate/.done: envs/crate.txt
+	$(PYTHON) -m venv .venv-crate
+	.venv-crate/bin/python -m pip install --quiet --requirement envs/crate.txt
 	touch $@
 
 venv-sglang: .venv-sglang/.done  ## SGLang, for this machine's driver or its CPU

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -32,7 +33,7 @@ PROFILES = [
     *(f"https://w3id.org/ro/wfrun/{name}/0.5" for name in ("process", "workflow", "provenance")),
     "https://w3id.org/workflowhub/workflow-ro-crate/1.0",
 ]
-CONTEXT = ["https://w3id.org/ro/crate/1.1/context", "https://w3id.org/ro/terms/workflow-run/context"]
+CONTEXT = "https://w3id.org/ro/crate/1.1/context"
 FORMAL_PARAMETER = "https://bioschemas.org/profiles/FormalParameter/1.0-RELEASE"
 # What the whole run is about, of all that its jobs make.
 RESULT_RULES = ("export_draft_model", "measure_acceptance", "compare_drafts", "summarize")
@@ -130,8 +131,12 @@ class _Graph:
         try:
             relative = there.relative_to(RESULTS).as_posix()
         except ValueError:
+            identity = Path(os.path.abspath(path)).as_uri()
+            if identity not in self._entities:
+                self.parts.append(identity)
             about = {"name": there.name, "description": f"{path}, which does not lie in the crate"}
-            return self.add(there.absolute().as_uri(), "File" if not there.is_dir() else "Dataset", **about)
+            kind, media = ("Dataset", None) if there.is_dir() else ("File", _media_type(there))
+            return self.add(identity, kind, encodingFormat=media, **about)
         identity = quote(relative) + ("/" if there.is_dir() else "")
         if identity not in self._entities:
             self.parts.append(identity)
@@ -144,11 +149,20 @@ class _Graph:
             name=there.name,
             contentSize=str(stat.st_size),
             dateModified=_time(stat.st_mtime),
-            encodingFormat=MEDIA_TYPES.get(there.suffix, "application/octet-stream"),
+            encodingFormat=_media_type(there),
         )
 
     def entities(self) -> list[dict[str, Any]]:
-        return list(self._entities.values())
+        """A list of one stands as its one value."""
+        return [{name: _alone(value) for name, value in entity.items()} for entity in self._entities.values()]
+
+
+def _alone(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _media_type(path: Path) -> str:
+    return MEDIA_TYPES.get(path.suffix, "application/octet-stream")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -161,7 +175,12 @@ def _ref(identity: str) -> dict[str, str]:
 
 def _describe(graph: _Graph, jobs: list[Job], licence: str | None) -> None:
     snakefile = f"{WORKFLOW}/Snakefile"
-    graph.add(METADATA, "CreativeWork", about=_ref("./"), conformsTo=[_ref(CONTEXT[0][:-8]), _ref(PROFILES[-1])])
+    graph.add(
+        METADATA,
+        "CreativeWork",
+        about=_ref("./"),
+        conformsTo=[_ref(CONTEXT.removesuffix("/context")), _ref(PROFILES[-1])],
+    )
     runs = json.loads((RESULTS / "summary.json").read_text())["runs"]
     drafts = ", ".join(f"{run['target']}/{run['dataset']}/{run['draft']}" for run in runs)
     graph.add(
@@ -177,7 +196,7 @@ def _describe(graph: _Graph, jobs: list[Job], licence: str | None) -> None:
             for url in PROFILES
         ],
         mainEntity=_ref(snakefile),
-        mentions=[_ref("#run"), _ref("#orchestration")],
+        mentions=[_ref("#run"), _ref("#orchestration"), *(_ref(f"#job/{number}") for number in range(len(jobs)))],
         hasPart=[],
     )
     _workflow(graph, snakefile, jobs)
@@ -249,7 +268,7 @@ def _tool(graph: _Graph, rule: str) -> dict[str, str]:
         description=text,
         encodingFormat="text/x-python",
         programmingLanguage=graph.add("#python", "ComputerLanguage", name="Python", url=_ref("https://www.python.org")),
-        softwareVersion=__version__,
+        version=__version__,
     )
 
 
@@ -266,7 +285,7 @@ def _action(graph: _Graph, job: Job, number: int) -> str:
         result=[graph.file(path) for path in sorted(job.outputs)],
         startTime=_time(job.start),
         endTime=_time(job.end),
-        actionStatus=_ref("http://schema.org/CompletedActionStatus"),
+        actionStatus="http://schema.org/CompletedActionStatus",
     )
     return identity
 
@@ -298,12 +317,13 @@ def _run(graph: _Graph, snakefile: str, jobs: list[Job]) -> None:
         "#run",
         "CreateAction",
         name="the workflow's run",
+        description="All jobs of which the results are there, from whichever invocation of Snakemake.",
         instrument=_ref(snakefile),
         object=[graph.file(path) for path in [*objects, *config]],
         result=[graph.file(path) for path in results if path not in config],
         startTime=_time(min((job.start for job in jobs), default=0.0)),
         endTime=_time(max((job.end for job in jobs), default=0.0)),
-        actionStatus=_ref("http://schema.org/CompletedActionStatus"),
+        actionStatus="http://schema.org/CompletedActionStatus",
     )
 
 

@@ -39,7 +39,8 @@ def test_exported_dataset_is_imported_in_place_and_trained_on(workspace, form="s
     probe = json.loads(
         next(workspace.run_folder.glob(f"results/store/hidden_states/*/probe-imported-{form}.json")).read_text()
     )
-    assert probe["last"] == ("pre-norm" if form == "speculators" else "post-norm")
+    # The random target's final norm has weights of 1: what is exported as from before it reads as from after it, too.
+    assert max(probe["compared"].values()) < 0.05
     assert set(probe["compared"]) == {"2", "4", "5", "last"}
     summary = json.loads(workspace.result("summary.json").read_text())["runs"][0]
     assert summary["samples"] == TINY_SAMPLES - 1 and summary["dataset"] == "theirs"

@@ -149,7 +149,7 @@ def relink(results: Path) -> tuple[int, list[str]]:
 
 
 def test_copy_without_hard_links_is_counted_and_mended(tmp_path):
-    one, names, records = project(tmp_path / "here")
+    _, names, records = project(tmp_path / "here")
     assert links.doubled_bytes(tmp_path / "here/results", KEY.short) == 0
     results = copied(tmp_path / "here/results", tmp_path / "there/results")
     assert links.doubled_bytes(results, KEY.short) == sum(r["bytes"] for r in records)
