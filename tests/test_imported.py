@@ -1,7 +1,8 @@
-"""A dataset goes out to another tool's layout and comes in again, in place, through the whole workflow."""
+"""Whole workflows on what others have made: a dataset of another tool, in place, and the store of another project."""
 
 import json
 import os
+import shutil
 
 import pandas as pd
 import torch
@@ -50,3 +51,36 @@ def test_exported_dataset_is_imported_in_place_and_trained_on(workspace, form="s
     assert not workspace.planned()
     traced = workspace.ask("trace", f"{table['file'][0]}:0").stdout
     assert "unchanged since" in traced and f"imported from {form}" in traced
+
+
+def test_second_project_takes_the_states_of_the_first(workspace):
+    theirs = workspace.folder / "first"
+    (workspace.run_folder / "results").rename(theirs)
+    shutil.rmtree(workspace.run_folder / ".snakemake")
+    before = {p: (p.stat().st_mtime_ns, p.stat().st_nlink) for p in theirs.glob("store/hidden_states/*/*/*")}
+    workspace.set("storage.shared_stores", ["../first/store"])
+    workspace.clear_logs()
+    workspace.snakemake("extract")
+    assert workspace.computed() == 0 and len(workspace.states()) == TINY_SAMPLES
+    assert all(path.is_symlink() for path in workspace.states().values())
+    assert "nothing missing" in workspace.ask("missing").stdout
+    assert not workspace.planned("extract")
+    damaged = next(workspace.run_folder.glob("results/store/hidden_states/*/*/*.pt")).resolve()
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    assert "1 bad" in workspace.ask("verify").stdout
+    workspace.clear_logs()
+    workspace.snakemake("extract")
+    assert workspace.computed() == 1 and damaged.read_bytes() == bytes(data)
+    assert {p.name for p in theirs.glob("store/hidden_states/*/*/*.pt")} == {
+        p.name for p in before if p.suffix == ".pt"
+    }
+    assert not list(theirs.glob("store/quarantine/*/*.pt"))
+    (theirs / "store").rename(theirs / "away")
+    done = workspace.snakemake("extract", check=False)
+    assert "storage.shared_stores: ../first/store has no hidden_states/" in done.stdout + done.stderr
+    workspace.set("storage.shared_stores", [])
+    workspace.clear_logs()
+    workspace.snakemake("extract")
+    assert workspace.computed() == TINY_SAMPLES - 1 and workspace.ask("verify").returncode == 0

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from eagle3lib.config import StorageConfig
 from eagle3lib.errors import UserError
 from eagle3lib.extraction import _share
 from eagle3lib.hidden_states import StateKey
-from eagle3lib.job import write_json
+from eagle3lib.job import file_lock, write_json
 from eagle3lib.shards import Sample
 from eagle3lib.store import Store, link, set_aside, shared_stores
 
@@ -329,3 +330,30 @@ def test_store_of_another_user(shared, tmp_path):
     assert (said["uid"], said["found"], said["hard"]) == (OTHER_UID, len(records), errno.EPERM)
     assert Path(said["name"]).parent.parent == theirs.folder.resolve() and said["direct"]
     assert tree(theirs.root) == before
+
+
+# --- locks --------------------------------------------------------------------------------------------
+
+
+def test_lock_says_who_holds_it_and_where(tmp_path, capsys):
+    path = tmp_path / "locks/a.lock"
+    holder = (
+        f"import time; from eagle3lib.job import file_lock\nwith file_lock({str(path)!r}): print('held', flush=True); "
+        "time.sleep(1)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    with file_lock(path):
+        assert path.read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+    assert f"waiting for {path}, held by process {process.pid} on {socket.gethostname()}" in capsys.readouterr().out
+    process.communicate()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_filesystem_without_locks_is_refused(tmp_path, monkeypatch, number):
+    monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(number, "No locks available")))
+    with (
+        pytest.raises(UserError, match=r"a.lock: this filesystem has no locks \(No locks available\)"),
+        file_lock(tmp_path / "a.lock"),
+    ):
+        pass
