@@ -153,7 +153,8 @@ def storage_plan(
     forecast = {"samples": len(sizes), "tokens": int(samples["n_tokens"].sum()), "bytes_all": sum(sizes)}
     # Shared ones take nobody's room here.
     stored = {
-        one.key.short: sum(r["bytes"] for r in one.records() if "shared" not in r) for one in open_stores(store.root)
+        one.key.short: sum(r["bytes"] for r in one.records() if not _is_shared(one, r))
+        for one in open_stores(store.root)
     }
     now = {
         "samples_to_come": present.count(False),
@@ -164,6 +165,11 @@ def storage_plan(
         "bytes_free": Disk(store.folder, storage).free(),
     }
     return forecast, now
+
+
+def _is_shared(store: Store, record: dict[str, Any]) -> bool:
+    """Does its file lie in another project's store? (A moved project brings it along.)"""
+    return "shared" in record and store.path(record["sample_id"]).is_symlink()
 
 
 def _sizes(samples: Any, key: StateKey, hidden_size: int) -> list[int]:

@@ -137,6 +137,9 @@ def needs(root: Path) -> list[str]:
     for target in sorted((root / RESULTS / "targets").glob("*/target.json")):
         with suppress(OSError, ValueError, KeyError):
             found.add(json.loads(target.read_text())["path"])
+    for lines in (root / RESULTS).glob("*/*/imported.jsonl"):
+        with open(lines, encoding="utf-8") as file:
+            found.add(str(Path(json.loads(file.readline())["file"]).parent))  # of another tool: its states stay there
     return sorted(path for path in found if not path.startswith(f"{RESULTS}/"))
 
 

@@ -116,7 +116,7 @@ class Run:
         return code(*modules, *engines.MODULES[self.cfg.engine.name])
 
     def import_shaping(self) -> dict[str, Any]:
-        """All that decides what is imported: the folder's files by name and size, not where it lies."""
+        """All that decides what is imported: the folder, and its files by name and size."""
         imported = self.cfg.dataset.imported
         if imported is None:
             raise UserError("dataset.imported: not set; nothing is imported")
