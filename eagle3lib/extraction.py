@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -249,13 +250,15 @@ def _rows(sample: Sample, store: Store) -> list[int]:
 
 
 def _probe_once(engine: Any, store: Store) -> dict[str, Any]:
-    """Prove, once a store and engine version, that the engine hands out the states we ask for."""
-    record = store.folder / f"probe-{engine.name}-{engine.version}.json"
+    """Prove, once a store and engine version, that the engine hands out the states we ask for; the record of it."""
+    path = store.folder / f"probe-{engine.name}-{engine.version}.json"
     with file_lock(store.folder / "locks" / "probe.lock"):
-        if not record.exists():
-            print(f"probe: {engine.name} {engine.version}")
-            write_json(record, engine.probe(list(store.key.aux_layer_ids)))
-        return json.loads(record.read_text())
+        with suppress(OSError, ValueError):  # there is none yet, or a failing disk has damaged it
+            return json.loads(path.read_text())
+        print(f"probe: {engine.name} {engine.version}")
+        record = engine.probe(list(store.key.aux_layer_ids))
+        write_json(path, record)
+        return record
 
 
 # --- what is to come, and what is there --------------------------------------------------------------

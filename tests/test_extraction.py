@@ -252,3 +252,12 @@ def test_plan_counts_what_is_there_and_what_is_to_come(shard, target):
     other = Store(store.root, replace(KEY, aux_layer_ids=(1, 2, 3)))
     _, now = overview.storage_plan(samples, other, 32, ROOMY)
     assert (now["bytes_to_come"], now["bytes_other_keys"]) == (forecast["bytes_all"], written)
+
+
+def test_damaged_record_of_the_probe_is_made_again(shard, target):
+    run(shard, target)
+    (record,) = shard.parent.rglob("probe-*.json")
+    whole = record.read_text()
+    record.write_text("")
+    next(shard.parent.glob("store/hidden_states/*/*/*.pt")).unlink()
+    assert run(shard, target)[3]["computed"] == 1 and record.read_text() == whole
