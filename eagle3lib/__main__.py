@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 from eagle3lib import config, ledger, overview, sources, verification, why
 from eagle3lib.errors import UserError
-from eagle3lib.plan import ENGINE, STORE, Plan
+from eagle3lib.plan import ENGINE, RESULTS, STORE, Plan
 
 DEFAULT_CONFIG = "config/config.yaml"
 
@@ -50,29 +51,15 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("keys", nargs="*", help="only these keys (folders of results/store/hidden_states)")
     one = add("gc", _gc, "what the configuration no longer uses; --delete frees it", configured=True)
     one.add_argument("--delete", nargs="+", metavar="NAME", help="names out of the list, or: all")
+    _moving(add)
     one = add("confirm", _confirm, "yes, make that finished work again (the refused plan names the TOKEN)")
     one.add_argument("token")
     about = "the command that starts an SGLang server with our plugin, for engine.url"
     one = add("engine-command", _engine_command, about, configured=True)
     one.add_argument("--role", choices=("generate", "extract"), default="extract", help="what it is for")
-    one = add("replay", _replay, "is an exported draft served as it was trained? on held-out samples of its training")
-    one.add_argument("draft", help="the exported folder: results/…/export")
-    one.add_argument("--samples", type=int, default=16, help="at most so many (16)")
-    one = add("check", _check, "is any EAGLE-3 draft what its folder says? names the likely cause of low acceptance")
-    one.add_argument("draft", help="its folder")
-    one.add_argument("target", help="a folder, or a hub id whose files are here")
-    one.add_argument("prompts", nargs="+", help="as acceptance.prompts")
-    one.add_argument("--max-prompts", type=int, default=16, help="use the first so many (16)")
-    one.add_argument("--max-new-tokens", type=int, default=64, help="longest reply in tokens (64)")
+    _judging(add)
     about = "what is supervised of standard conversations under a chat template, or why it is refused"
     _template_arguments(add("template", _template, about))
-    about = "drafts of any origin on question sets: acceptance, by position and context, tokens/s, compared"
-    _bench_arguments(add("bench", _bench, about))
-    one = add("push", _push, "an exported draft to the Hugging Face hub; without --yes it only says what would be sent")
-    one.add_argument("draft", help="the exported folder: results/…/export")
-    one.add_argument("repo", help="org/name")
-    one.add_argument("--yes", action="store_true", help="send it")
-    one.add_argument("--public", action="store_true", help="into a public repository (default: private)")
     about = "is this machine fit for it: driver, GPUs, packages, target, disk, limits; a line and a remedy each"
     add("doctor", _doctor, about, configured=True)
     about = "five samples through the whole configured way, before the long run: replies to exported draft"
@@ -82,6 +69,26 @@ def _parser() -> argparse.ArgumentParser:
     add("schema", _schema, "the JSON schema of the configuration")
     add("keys", _keys, "every key of the configuration, as a Markdown table")
     return parser
+
+
+def _judging(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Commands about exported drafts."""
+    one = add("replay", _replay, "is an exported draft served as it was trained? on held-out samples of its training")
+    one.add_argument("draft", help="the exported folder: results/…/export")
+    one.add_argument("--samples", type=int, default=16, help="at most so many (16)")
+    one = add("check", _check, "is any EAGLE-3 draft what its folder says? names the likely cause of low acceptance")
+    one.add_argument("draft", help="its folder")
+    one.add_argument("target", help="a folder, or a hub id whose files are here")
+    one.add_argument("prompts", nargs="+", help="as acceptance.prompts")
+    one.add_argument("--max-prompts", type=int, default=16, help="use the first so many (16)")
+    one.add_argument("--max-new-tokens", type=int, default=64, help="longest reply in tokens (64)")
+    about = "drafts of any origin on question sets: acceptance, by position and context, tokens/s, compared"
+    _bench_arguments(add("bench", _bench, about))
+    one = add("push", _push, "an exported draft to the Hugging Face hub; without --yes it only says what would be sent")
+    one.add_argument("draft", help="the exported folder: results/…/export")
+    one.add_argument("repo", help="org/name")
+    one.add_argument("--yes", action="store_true", help="send it")
+    one.add_argument("--public", action="store_true", help="into a public repository (default: private)")
 
 
 def _template_arguments(one: argparse.ArgumentParser) -> None:
@@ -96,6 +103,27 @@ def _template_arguments(one: argparse.ArgumentParser) -> None:
 def _show_arguments(one: argparse.ArgumentParser) -> None:
     one.add_argument("sample", help="a shard, as 00000, with its slot; a .pt; or the beginning of a sample id")
     one.add_argument("slot", nargs="?", type=int, help="the place in the shard, from 0")
+
+
+def _moving(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Commands that take results elsewhere, or mend them after that."""
+    one = add("pack", _pack, "all results as tar files, to move them: a tar a shard, checked, resumable")
+    one.add_argument("destination", help="a folder, or a URL that fsspec knows (s3://bucket/prefix)")
+    one.add_argument("--jobs", type=int, default=os.cpu_count(), help="tars at once (as many as cores)")
+    one.add_argument("--read-back", action="store_true", help="read every tar again when all are written")
+    one = add("unpack", _unpack, "the results that were packed, in this folder; nothing that is there is overwritten")
+    one.add_argument("source", help="what `pack` wrote to")
+    one.add_argument("--jobs", type=int, default=os.cpu_count(), help="tars at once (as many as cores)")
+    about = "a dataset's states in the layout of another trainer: speculators 0.9 or SpecForge"
+    one = add("export-dataset", _export_dataset, about)
+    one.add_argument("states", type=Path, help="results/TARGET/DATASET/KEY")
+    one.add_argument("destination", type=Path, help="a folder")
+    one.add_argument("--format", choices=("speculators", "specforge"), required=True)
+    one.add_argument("--jobs", type=int, default=os.cpu_count(), help="samples at once (as many as cores)")
+    add("relink", _relink, "make links again of states that a copy without -H has doubled")
+    one = add("crate", _crate, "a finished run as an RO-Crate: results/ro-crate-metadata.json")
+    one.add_argument("--workflow", type=Path, default=Path(__file__).parents[1], help="the folder of its Snakefile")
+    one.add_argument("--licence", metavar="URL", help="of the results, as https://spdx.org/licenses/CC-BY-4.0")
 
 
 def _bench_arguments(one: argparse.ArgumentParser) -> None:
@@ -157,6 +185,43 @@ def _gc(arguments: argparse.Namespace) -> None:
     overview.gc(_plan(arguments), arguments.delete, print)
 
 
+def _pack(arguments: argparse.Namespace) -> None:
+    from eagle3lib import packing
+
+    packing.pack(Path(), arguments.destination, arguments.jobs, print, arguments.read_back)
+
+
+def _unpack(arguments: argparse.Namespace) -> None:
+    from eagle3lib import packing
+
+    packing.unpack(arguments.source, Path(), arguments.jobs, print)
+
+
+def _export_dataset(arguments: argparse.Namespace) -> None:
+    from eagle3lib import dataset_export
+    from eagle3lib.targets import TargetInfo
+
+    states = arguments.states
+    target = TargetInfo.read(states.parents[1].parent / "targets" / states.parents[1].name / "target.json")
+    counts = dataset_export.export(states, target, arguments.destination, arguments.format, arguments.jobs)
+    print(
+        f"{counts['samples']:,} samples in {arguments.destination}: {counts['train']:,} to train on, then "
+        f"{counts['validation']:,} to validate with"
+    )
+
+
+def _relink(_: argparse.Namespace) -> int:
+    from eagle3lib import links
+
+    return int(links.relink(RESULTS, print) > 0)
+
+
+def _crate(arguments: argparse.Namespace) -> None:
+    from eagle3lib import crate
+
+    print(crate.write(arguments.workflow, arguments.licence))
+
+
 def _confirm(arguments: argparse.Namespace) -> None:
     ledger.confirm(STORE, arguments.token)
     print(f"confirmed {arguments.token}; run the same command again")
@@ -214,7 +279,6 @@ def _template(arguments: argparse.Namespace) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    import os
     from dataclasses import replace
 
     from transformers import AutoTokenizer

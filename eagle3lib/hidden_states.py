@@ -24,6 +24,7 @@ FORMAT_VERSION = 1
 # Name -> bytes of a value. `-trimmed`: the last state is kept in rows that supervise something, which loses nothing
 # for this mask and any narrower one.
 FORMATS = {"bf16": 2, "fp8": 1, "bf16-trimmed": 2, "fp8-trimmed": 1}
+IN_PLACE = "in-place"  # ids and mask only; the states stay in a file of another tool (eagle3lib.in_place)
 FP8_MAX = 448.0  # of float8_e4m3fn
 
 
@@ -64,7 +65,7 @@ def sample_bytes(
 
     n_last: rows of the last state that a trimmed format keeps (`supervising_rows`); None: all.
     """
-    size, trimmed = FORMATS[storage_format], storage_format.endswith("-trimmed")
+    size, trimmed = FORMATS.get(storage_format, 0), storage_format.endswith("-trimmed")
     kept = n_last if trimmed and n_last is not None else n_tokens
     values = (n_tokens * n_aux + kept) * hidden_size * size
     scales = n_tokens * 4 * (n_aux + 1) if size == 1 else 0
@@ -79,7 +80,8 @@ def stored_bytes(key: StateKey, hidden_size: int, n_tokens: int, reply_bounds: S
 def convertible(source: str, destination: str) -> bool:
     """Can states of one storage format be turned into the other without the target? (Rows may still be missing.)"""
     return (
-        source != destination
+        IN_PLACE not in (source, destination)
+        and source != destination
         and FORMATS[source] >= FORMATS[destination]
         and (FORMATS[source] == 2 or FORMATS[destination] == 1)
         and (not source.endswith("-trimmed") or destination.endswith("-trimmed"))
@@ -231,10 +233,21 @@ def pairs(reply_bounds: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def load_sample(path: str | Path) -> dict[str, Any]:
-    """Read a sample file, memory-mapped and without running any pickled code.
+    """Read a sample file, memory-mapped and without running any pickled code; one whose states lie in a file of another
+    tool, with those.
 
     Raises UserError when it is not one of ours.
     """
+    from eagle3lib import in_place
+
+    sample = load_header(path)
+    if "in_place" in sample["meta"]:
+        sample["hidden_states"] = in_place.states(sample)
+    return sample
+
+
+def load_header(path: str | Path) -> dict[str, Any]:
+    """`load_sample`, without a look into another tool's file."""
     import torch
 
     try:
@@ -256,6 +269,10 @@ def content_fault(sample: dict[str, Any]) -> str | None:
 
     Reads every byte of it; `load_sample` reads the header only.
     """
+    from eagle3lib import in_place
+
+    if "in_place" in sample["meta"] and (fault := in_place.reference_fault(sample, full=True)):
+        return fault
     meta, states = sample["meta"], sample["hidden_states"]
     ids = sample["input_ids"].tolist()
     if sample_id(ids) != meta["sample_id"]:

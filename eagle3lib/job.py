@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -226,15 +227,35 @@ def fsync_folder(folder: str | os.PathLike) -> None:
 @contextmanager
 def file_lock(path: str | os.PathLike) -> Iterator[None]:
     """Wait for the lock at `path`: an orphan of a killed run may still be writing. The kernel frees it with its
-    holder."""
+    holder, on whatever host; who that is stands in the file, for people to read."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor, path)
+        with suppress(OSError):  # a full disk has locks all the same
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            print(f"waiting for {path}, held by {holder or 'an earlier version'}")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        raise UserError(
+            f"{path}: this filesystem has no locks ({error.strerror}), so two jobs could write the same; mount it with "
+            "them (Lustre: -o flock), or keep results/ elsewhere"
+        ) from None
 
 
 def started(pid: int) -> str | None:

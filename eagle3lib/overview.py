@@ -21,8 +21,9 @@ from eagle3lib.disk import Disk, check_plan, size
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey
 from eagle3lib.ledger import Redo
+from eagle3lib.links import doubled_bytes
 from eagle3lib.plan import STORE, Plan, Run
-from eagle3lib.store import Store, open_stores
+from eagle3lib.store import Store, is_held, open_stores, shared_stores
 from eagle3lib.targets import TargetInfo
 
 FORECAST_COLUMNS = ["sample_id", "n_tokens", "reply_bounds"]
@@ -95,8 +96,8 @@ def _totals(run: Run, absent: dict[str, list[int]], total: int) -> Iterator[str]
     table = pd.read_parquet(run.samples_file, columns=["shard", "slot", *FORECAST_COLUMNS])
     wanted = {(shard, slot) for shard, slots in absent.items() for slot in slots}
     table = table[[place in wanted for place in zip(table["shard"], table["slot"], strict=True)]]
-    store = Store(STORE, run.key)
-    to_compute = table[[not store.path(sample).exists() for sample in table["sample_id"]]]
+    stores = [Store(STORE, run.key), *shared_stores(run.cfg.storage.shared_stores, run.key)]
+    to_compute = table[[not is_held(sample, stores) for sample in table["sample_id"]]]
     linked = len(table) - len(to_compute)
     yield f"  {len(table):,} of {total:,} samples missing; {linked:,} of them are in the store and only linked"
     if len(to_compute):
@@ -146,18 +147,29 @@ def storage_plan(
     """The forecast from the lengths alone (`samples`: sample_id, n_tokens, reply_bounds), and what store and disk
     hold now."""
     store.prepare()
-    present = [store.path(s).exists() for s in samples["sample_id"]]
+    stores = [store, *shared_stores(storage.shared_stores, store.key)]
+    present = [is_held(s, stores) for s in samples["sample_id"]]
     sizes = _sizes(samples, store.key, hidden_size)
     forecast = {"samples": len(sizes), "tokens": int(samples["n_tokens"].sum()), "bytes_all": sum(sizes)}
-    stored = {one.key.short: sum(r["bytes"] for r in one.records()) for one in open_stores(store.root)}
+    # Shared ones take nobody's room here.
+    stored = {
+        one.key.short: sum(r["bytes"] for r in one.records() if not _is_shared(one, r))
+        for one in open_stores(store.root)
+    }
     now = {
         "samples_to_come": present.count(False),
         "bytes_to_come": sum(size for size, there in zip(sizes, present, strict=True) if not there),
         "bytes_stored": sum(stored.values()),
         "bytes_other_keys": sum(stored.values()) - stored[store.key.short],
+        "bytes_doubled": doubled_bytes(store.root.parent, store.key.short),
         "bytes_free": Disk(store.folder, storage).free(),
     }
     return forecast, now
+
+
+def _is_shared(store: Store, record: dict[str, Any]) -> bool:
+    """Does its file lie in another project's store? (A moved project brings it along.)"""
+    return "shared" in record and store.path(record["sample_id"]).is_symlink()
 
 
 def _sizes(samples: Any, key: StateKey, hidden_size: int) -> list[int]:
@@ -197,7 +209,7 @@ def redo(plan: Plan) -> list[Redo]:
 
 def _redo_of(run: Run, plan: Plan, entries: list[ledger.Entry]) -> Iterator[Redo]:
     name, key = planning.dataset_name(run.cfg), run.key
-    if run.cfg.regenerate.enabled and (one := ledger.redo(entries, "replies", name, run.reply_shaping())):
+    if run.cfg.replies_regenerated and (one := ledger.redo(entries, "replies", name, run.reply_shaping())):
         yield one
     shaping = _draft_shaping(run)
     if shaping is None:

@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lib import config as settings
-from eagle3lib import curation, engines, hidden_states, question_sets, remote, shards, sources, targets, warm_start
+from eagle3lib import (
+    curation,
+    engines,
+    hidden_states,
+    in_place,
+    question_sets,
+    remote,
+    shards,
+    sources,
+    targets,
+    warm_start,
+)
 from eagle3lib.config import RunConfig, plain
 from eagle3lib.errors import UserError
 from eagle3lib.lineage import code, versions
@@ -27,7 +38,7 @@ SOURCES = RESULTS / "store" / "sources"
 
 # How fast or where, not what: settings that never rerun anything.
 NOT_SHAPING = {
-    "dataset": {"name", "conversations", "shard_size"},
+    "dataset": {"name", "conversations", "imported", "shard_size"},
     "regenerate": {"batch_size", "parts", "draft", "url"},
     "draft": {"name", "initial"},
     "training": {"gpus", "processes", "checkpoint_minutes", "trackers", "tracker_project"},
@@ -45,12 +56,13 @@ class Run:
 
     @functools.cached_property
     def key(self) -> hidden_states.StateKey:
+        imported = self.cfg.dataset.imported
         return hidden_states.StateKey(
             target_fingerprint=self.identity.fingerprint,
             aux_layer_ids=tuple(targets.aux_layer_ids(self.cfg.hidden_states.aux_layer_ids, self.identity)),
-            engine=self.cfg.engine.name,
-            compute_dtype=self.cfg.engine.compute_dtype,
-            storage_format=self.cfg.hidden_states.storage_format,
+            engine=f"imported from {imported.format}" if imported else self.cfg.engine.name,
+            compute_dtype="as stored" if imported else self.cfg.engine.compute_dtype,
+            storage_format=hidden_states.IN_PLACE if imported else self.cfg.hidden_states.storage_format,
         )
 
     @functools.cached_property
@@ -94,8 +106,8 @@ class Run:
         key = self.key
         return {
             "target_fingerprint": key.target_fingerprint,
-            "engine": key.engine,
-            "compute_dtype": key.compute_dtype,
+            "engine": self.cfg.engine.name,
+            "compute_dtype": self.cfg.engine.compute_dtype,
             "regenerate": self.shaping("regenerate"),
             # Whose arithmetic is not known: never taken for the engine's own.
             **({"served": True} if self.cfg.regenerate.url else {}),
@@ -125,8 +137,23 @@ class Run:
         """Digest of `modules` and of the configured engine's."""
         return code(*modules, *engines.MODULES[self.cfg.engine.name])
 
+    def import_shaping(self) -> dict[str, Any]:
+        """All that decides what is imported: the folder, and its files by name and size."""
+        imported = self.cfg.dataset.imported
+        if imported is None:
+            raise UserError("dataset.imported: not set; nothing is imported")
+        layers = len(self.key.aux_layer_ids)
+        return {
+            "format": imported.format,
+            "aux_layers": layers,
+            "folder": imported.folder,
+            "files": in_place.listing(imported),
+        }
+
     def maker(self) -> dict[str, str]:
         """What makes a state and is not part of its identity (see `adoption`)."""
+        if self.cfg.dataset.imported:
+            return {"code": code("eagle3lib.in_place"), "engine_version": self.key.engine}
         return {
             "code": self.code("eagle3lib.hidden_states"),
             "engine_version": engines.installed_version(self.cfg.engine),

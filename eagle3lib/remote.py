@@ -137,12 +137,22 @@ def hub_rows(dataset: HubDataset, revision: str) -> Iterator[dict[str, Any]]:
 # --- file systems ------------------------------------------------------------------------------------
 
 
-def _files(spec: str) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    _need("fsspec", "s3")
+def file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path there; s3:// goes through obstore. Raises ImportError for a package
+    that is missing, ValueError for what fsspec does not know."""
     import fsspec
 
+    if url.startswith("s3://"):
+        from obstore.fsspec import register
+
+        register("s3")
+    return fsspec.core.url_to_fs(url)
+
+
+def _files(spec: str) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    _need("fsspec", "s3")
     try:
-        system, pattern = fsspec.core.url_to_fs(spec)
+        system, pattern = file_system(spec)
         names = sorted(system.glob(pattern)) if re.search(r"[*?\[]", pattern) else [pattern]
         infos = [system.info(name) for name in names]
     except ImportError as error:

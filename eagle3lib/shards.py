@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from eagle3lib import acceptance, chat, curation, remote, samples
+from eagle3lib import acceptance, chat, curation, in_place, remote, samples
 from eagle3lib.config import DatasetConfig
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import pairs, sample_id
@@ -176,9 +176,11 @@ def shard_samples(
     *,
     vocab_size: int,
     replies: Sequence[str | Path] | None = None,
+    imported: Sequence[str | Path] | None = None,
     asked: Iterable[curation.Question] = (),
 ) -> Counts:
-    """Tokenise, filter and shard the conversations of `entries` into `out`; or the `replies` that were made to them.
+    """Tokenise, filter and shard the conversations of `entries` into `out`; or the `replies` that were made to them, or
+    what `in_place.scan` found (`imported`).
 
     `vocab_size` is the number of rows of the target's embedding. `asked`: the evaluation's questions, for
     dataset.decontaminate_words (of replies: left out before they were made). One shard's token ids are in memory at a
@@ -189,13 +191,16 @@ def shard_samples(
     counts, rows, index = Counts(), [], {}
     with atomic_write(out / "rejected.jsonl") as rejected:
         accept = _Filter(tokenizer, dataset, vocab_size, counts, rejected, sources)
-        accepted = accept.conversations(asked) if replies is None else accept.replies(replies)
+        if imported is not None:
+            accepted = accept.imported(imported)
+        else:
+            accepted = accept.conversations(asked) if replies is None else accept.replies(replies)
         with closing(accepted):
             for shard, batch in _batches(accepted, dataset.shard_size):
                 index[shard] = _write_shard(out / "shards" / f"{shard}.jsonl", batch)
                 rows += [accept.row(sample, shard, slot) for slot, sample in enumerate(batch)]
     counts.validation = sum(row["split"] == "validation" for row in rows)
-    _refuse_useless(counts, replies or [path for source in sources for path in source.files])
+    _refuse_useless(counts, imported or replies or [path for source in sources for path in source.files])
     _remove_stale(out / "shards", index)
     write_json(out / "shards.json", index)
     write_json(out / "mixture.json", counts.mixture(sources))
@@ -274,6 +279,11 @@ class _Filter:
 
     def replies(self, files: Sequence[str | Path]) -> Generator[Sample, None, None]:
         return self._fit(samples.read_replies(files), self._of_reply)
+
+    def imported(self, entries: Sequence[str | Path]) -> Generator[Sample, None, None]:
+        lines = (line for entry in entries for line in in_place.imported_lines(Path(entry)))
+        files = (_File(line["file"], line.get("sha256", ""), line) for line in lines)
+        return self._fit(itertools.islice(files, self.dataset.max_conversations), _of_file)
 
     # What comes before tokenising, and what is left to tokenise.
 
@@ -441,6 +451,23 @@ def _in_batches(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
         yield batch
     if fault:
         raise fault
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of another tool, as `in_place.scan` found it. It has no lines."""
+
+    file: str
+    sha256: str
+    found: dict[str, Any]
+    line: int = 0
+    messages: tuple[()] = ()  # token ids only
+
+
+def _of_file(one: _File) -> chat.Rendered:
+    if "fault" in one.found:
+        raise _Unfit("bad_file", one.found["fault"])
+    return chat.Rendered(one.found["input_ids"], pairs(one.found["reply_bounds"]))
 
 
 def _batches(accepted: Iterator[Sample], size: int) -> Iterator[tuple[str, list[Sample]]]:

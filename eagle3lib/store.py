@@ -6,8 +6,9 @@
   of a trimmed format also "last_rows" ([start, end) pairs, flattened).
 - Published in this order: `.part`, fsync, header checked, manifest line fsynced, rename, folder fsynced.
 - `synced.json`: all that was written before its time is on the disk, whatever the disk claimed before.
-- Everything under `results/{target}/{dataset}/` is a hard link into the store: Snakemake may delete
-  its outputs as it likes.
+- Everything under `results/{target}/{dataset}/` is a link into the store (`link`: a hard one where the filesystem
+  has them): Snakemake may delete its outputs as it likes.
+- What `storage.shared_stores` hold is a symbolic link in ours, its line says where to: checked, never changed.
 """
 
 from __future__ import annotations
@@ -15,24 +16,37 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import itertools
 import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eagle3lib.disk import vanished
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import FORMATS, StateKey, content_fault, convertible, load_sample, missing_rows, stretches
+from eagle3lib.hidden_states import (
+    FORMATS,
+    StateKey,
+    content_fault,
+    convertible,
+    load_header,
+    load_sample,
+    missing_rows,
+    stretches,
+)
+from eagle3lib.in_place import reference_fault
 from eagle3lib.job import append_line, file_lock, fsync_folder, read_lines, save_tensors, started, write_json
 from eagle3lib.lineage import file_sha256
 
 _NUMBERS = itertools.count()
 SYNC_SECONDS = 60  # so much work is hashed again after an unclean end
+ABANDONED_SECONDS = 3600  # a `.part` of another host that has not grown for so long
 
 
 class Store:
@@ -107,18 +121,49 @@ class Store:
                 return f"{size} bytes where the manifest says {record['bytes']}"
             if full and file_sha256(path) != record["sha256"]:
                 return "its sha256 is not the manifest's"
-        # Without a line nobody vouches for the bytes: look at all of them.
+        # Without a line nobody vouches for the bytes: look at all of them. Another tool's file has no line of ours.
         return self._header_fault(path, sample, full or record is None)
 
     def _header_fault(self, path: Path, sample: str, content: bool) -> str | None:
         try:
-            stored = load_sample(path)
+            stored = load_sample(path) if content else load_header(path)
             meta = stored["meta"]
+            if "in_place" in meta and (fault := reference_fault(stored)):
+                return fault
             wanted = {"sample_id": sample, **self.key.values()}
             wrong = [f"{name} {meta.get(name)!r}, not {v!r}" for name, v in wanted.items() if meta.get(name) != v]
             return "; ".join(wrong) or (content_fault(stored) if content else None)
         except UserError as error:
             return str(error)
+
+    def share(self, sample: str, others: Iterable[Store]) -> dict[str, Any] | None:
+        """Take in a sample that another project's store has, as a symbolic link; None when none has it whole.
+
+        What was found bad there once is passed over until it has changed.
+        """
+        for other in others:
+            path, record = other.path(sample), other.record(sample)
+            if record is None or not path.exists() or _stamp(path) in self._found_bad() or other.fault(sample):
+                continue
+            own = self.path(sample)
+            if not own.parent.exists():
+                self._make_fan(own.parent)
+            _replace_by(own, partial(_symlink, path))
+            kept: dict[str, Any] = {
+                name: record[name] for name in ("sample_id", "bytes", "sha256", "last_rows") if name in record
+            }
+            return self._append({**kept, "shared": str(path.resolve())})
+        return None
+
+    def take(self, sample: str, path: Path) -> dict[str, Any]:
+        """Take in a whole file that the store has lost: another name of it, and its line."""
+        link(path, self.path(sample))
+        return self._append({"sample_id": sample, "bytes": path.stat().st_size, "sha256": file_sha256(path)})
+
+    def _found_bad(self) -> list[list]:
+        """Files of shared stores that failed a check, as they were then."""
+        lines = read_lines(self.root / "quarantine" / self.key.short / "reasons.jsonl")
+        return [line["shared"] for line in lines if line.get("shared")]
 
     # writing
 
@@ -178,7 +223,7 @@ class Store:
     def mark_synced(self) -> None:
         """Have the filesystem write out all it holds, then say until when that is true."""
         self._marked, now = time.monotonic(), time.time()
-        _sync_filesystem(self.folder)
+        sync_filesystem(self.folder)
         self._write("synced.json", {"time": now})
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
@@ -201,16 +246,23 @@ class Store:
                     part.unlink(missing_ok=True)
 
     def quarantine(self, path: Path, reason: str) -> None:
-        """Set a bad file aside, with the reason, and unlink its names in all datasets: no run takes it for done."""
+        """Set a bad file aside, with the reason, and unlink its names in all datasets: no run takes it for done.
+
+        One of a shared store stays where it is; only our names go.
+        """
         folder = self.root / "quarantine" / self.key.short
         folder.mkdir(parents=True, exist_ok=True)
-        about = path.stat()
-        os.replace(path, folder / path.name)
-        if about.st_nlink > 1:
-            for name in linked_names(self.root.parent, self.key.short, {about.st_ino}):
-                name.unlink()
-        append_line(folder / "reasons.jsonl", {"file": path.name, "reason": reason, "time": time.time()})
-        print(f"quarantined {path.name}: {reason}")
+        line: dict[str, Any] = {"file": path.name, "reason": reason, "time": time.time()}
+        names = linked_names(self.root.parent, self.key.short, {_identity(path)})
+        if path.is_symlink():
+            line["shared"] = _stamp(path)
+            path.unlink()
+        else:
+            os.replace(path, folder / path.name)
+        for name in names:
+            name.unlink()
+        append_line(folder / "reasons.jsonl", line)
+        print(f"{'no longer linked' if 'shared' in line else 'quarantined'} {path.name}: {reason}")
 
     def _append(self, record: dict[str, Any]) -> dict[str, Any]:
         record = {**record, "written": round(time.time(), 3)}
@@ -229,12 +281,48 @@ def open_stores(root: Path, keys: Iterable[str] | None = None) -> list[Store]:
     return stores
 
 
-def linked_names(results: Path, key: str, inodes: set[int]) -> list[Path]:
-    """The names that the datasets of `results` give to these files of `key`."""
+def shared_stores(folders: Iterable[str], key: StateKey) -> list[Store]:
+    """`storage.shared_stores`, for the states of one key. Raises UserError for a folder that is none."""
+    found = []
+    for folder in map(Path, folders):
+        if not (folder / "hidden_states").is_dir():
+            raise UserError(
+                f"config: storage.shared_stores: {folder} has no hidden_states/; give another project's results/store"
+            )
+        found.append(Store(folder, key))
+    return found
+
+
+def is_held(sample: str, stores: Iterable[Store]) -> bool:
+    """Has one of them a file of this sample?"""
+    return any(store.path(sample).exists() for store in stores)
+
+
+def linked_names(results: Path, key: str, files: set[tuple[int, int]]) -> list[Path]:
+    """The names that the datasets of `results` give to these files (device, inode) of `key`."""
     found = []
     for folder in results.glob(f"*/*/{key}/hidden_states/*"):
-        found += [Path(entry.path) for entry in os.scandir(folder) if entry.inode() in inodes]
+        found += [Path(entry.path) for entry in os.scandir(folder) if entry_identity(entry) in files]
     return found
+
+
+def entry_identity(entry: os.DirEntry) -> tuple[int, int] | None:
+    """The file that a name of a folder stands for, through symbolic links; None where it is gone."""
+    try:
+        about = entry.stat()
+    except FileNotFoundError:
+        return None
+    return about.st_dev, about.st_ino
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    about = path.stat()
+    return about.st_dev, about.st_ino
+
+
+def _stamp(path: Path) -> list:
+    about = path.stat()
+    return [str(path.resolve()), about.st_size, about.st_mtime_ns]
 
 
 def set_aside(name: Path, reason: str) -> bool:
@@ -247,10 +335,10 @@ def set_aside(name: Path, reason: str) -> bool:
     stores = open_stores(name.parents[5] / "store", [name.parts[-4]])
     if not stores:
         return False
-    inode = name.stat().st_ino
+    file = _identity(name)
     for fan in stores[0].folder.glob("[0-9a-f][0-9a-f]"):
         for entry in os.scandir(fan):
-            if entry.inode() == inode:
+            if entry_identity(entry) == file:
                 stores[0].quarantine(Path(entry.path), reason)
                 return True
     name.unlink()
@@ -268,13 +356,18 @@ def _read_manifest(path: Path) -> dict[str, dict]:
 
 
 def _being_written(part: Path) -> bool:
-    """By another process of this host: a job of another dataset that has the same sample."""
+    """By another process: a job of another dataset that has the same sample. Of a process of another host nobody here
+    can say whether it lives: its file is left alone while it may be growing."""
     host, pid = part.name.removesuffix(".part").partition(".")[2].rpartition(".")[::2]
+    if host != socket.gethostname():
+        with contextlib.suppress(FileNotFoundError):
+            return time.time() - part.stat().st_mtime < ABANDONED_SECONDS
+        return False
     writer = int(pid.partition("-")[0])
-    return host == socket.gethostname() and writer != os.getpid() and started(writer) is not None
+    return writer != os.getpid() and started(writer) is not None
 
 
-def _sync_filesystem(folder: Path) -> None:
+def sync_filesystem(folder: Path) -> None:
     """syncfs(2): the filesystem of `folder`, not (as sync does) every one of the machine. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -287,20 +380,61 @@ def _sync_filesystem(folder: Path) -> None:
 
 
 def link(source: Path, destination: Path) -> None:
-    """Make `destination` a hard link to `source`, replacing what stands there."""
+    """Make `destination` another name of `source`, replacing what stands there.
+
+    A hard link where the filesystem allows it; a reflink (a copy that shares its blocks) where it is one filesystem but
+    refuses (a file of another user under fs.protected_hardlinks, too many links); else a symbolic link.
+    """
     source.stat()  # before any folder is made: a vanished volume is not replaced
     destination.parent.mkdir(parents=True, exist_ok=True)
     if destination.exists() and destination.samefile(source):
         return
-    part = destination.with_name(destination.name + ".part")
-    part.unlink(missing_ok=True)
+    if source.is_symlink():  # of a shared store: a link to a link would break with the one in between
+        _replace_by(destination, partial(_symlink, source))
+        return
     try:
-        os.link(source, part)
+        _replace_by(destination, partial(os.link, source))
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
             raise
-        raise UserError(
-            f"{destination}: cannot be a hard link to {source} ({error.strerror}); results/ and results/store/ must "
-            "lie on one filesystem that has hard links"
-        ) from None
-    os.replace(part, destination)
+        _link_otherwise(source, destination, error)
+
+
+def _link_otherwise(source: Path, destination: Path, refused: OSError) -> None:
+    try:
+        if refused.errno == errno.EXDEV:
+            raise refused
+        _replace_by(destination, partial(_reflink, source))
+    except OSError:
+        try:
+            _replace_by(destination, partial(_symlink, source))
+        except OSError as error:
+            raise UserError(
+                f"{destination}: cannot be a hard link to {source} ({refused.strerror}), nor a reflink, nor a symbolic "
+                f"link ({error.strerror}); keep results/ and results/store/ on a filesystem that has links"
+            ) from None
+
+
+def _replace_by(destination: Path, make: Callable[[Path], Any]) -> None:
+    part = destination.with_name(destination.name + ".part")
+    part.unlink(missing_ok=True)
+    try:
+        make(part)
+        os.replace(part, destination)
+    finally:
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            part.unlink(missing_ok=True)  # rename(2) leaves it where both names are of one file
+
+
+def _symlink(source: Path, destination: Path) -> None:
+    destination.symlink_to(source.resolve())
+
+
+FICLONE = 0x40049409
+
+
+def _reflink(source: Path, destination: Path) -> None:
+    with open(source, "rb") as there, open(destination, "xb") as here:
+        fcntl.ioctl(here.fileno(), FICLONE, there.fileno())
+    about = source.stat()
+    os.utime(destination, ns=(about.st_atime_ns, about.st_mtime_ns))

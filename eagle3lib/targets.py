@@ -324,6 +324,12 @@ def load_norm(info: TargetInfo) -> torch.Tensor:
     return _load_tensor(Path(info.path), ("model.norm.weight", "ln_f.weight", "final_layer_norm.weight"))
 
 
+def norm_factor(info: TargetInfo) -> torch.Tensor:
+    """What the norm before the head multiplies with, fp32 [H]."""
+    weight = load_norm(info).float()
+    return weight + 1 if info.model_type.startswith("gemma") else weight
+
+
 def load_last_layer(info: TargetInfo) -> dict[str, torch.Tensor]:
     """The tensors of the last decoder layer, by their names below it (`self_attn.q_proj.weight`, …)."""
     folder = Path(info.path)

@@ -191,9 +191,13 @@ def sample(dataset: Dataset, row: pd.Series, key: str | None = None) -> list[Tab
 
 
 def _line_now(file: str, line: int, sha256: str) -> str:
-    """Is an input line still what it was?"""
+    """Is an input line still what it was? Line 0: a whole file of another tool."""
     try:
+        if line == 0:
+            return "unchanged since" if file_sha256(file) == sha256 else "changed since"
         now = next((row for row in readers.rows(file) if row.number == line), None)
+    except OSError:
+        return "the file is gone"
     except UserError as error:
         return "the file is gone" if not os.path.exists(file) else str(error)
     if now is None:

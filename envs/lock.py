@@ -43,6 +43,10 @@ def main() -> None:
             "vLLM on a CPU, which decodes with the exported drafts in tests/engines; to be installed with --no-deps",
             (HERE / "vllm.in").read_text().split(),
         ),
+        "crate.txt": (
+            "The RO-Crate validators, for tests/engines/test_crate_validators.py: their pins disagree with Snakemake's",
+            (HERE / "crate.in").read_text().split(),
+        ),
         "peers.txt": (
             "The other trainers, for benchmarks.peers, with the trainer's torch; to be installed with --no-deps",
             (HERE / "peers.in").read_text().split(),

@@ -22,7 +22,7 @@ rule measure_acceptance:
         gpu=lambda w: cfg(w).engine.gpus,
     params:
         acceptance=plan.shaping("acceptance"),
-        engine=lambda w: plan.of(w).key.engine,
+        engine=lambda w: cfg(w).engine.name,
         code=code("eagle3lib.bench"),
         versions=versions("eagle3lib.bench"),
     script:
@@ -50,7 +50,7 @@ rule compare_drafts:
     params:
         acceptance=plan.shaping("acceptance"),
         drafts=lambda w: cfg(w).acceptance.drafts,
-        engine=lambda w: plan.of(w).key.engine,
+        engine=lambda w: cfg(w).engine.name,
         code=code("eagle3lib.bench"),
         versions=versions("eagle3lib.bench"),
         tables=code("eagle3lib.comparison"),

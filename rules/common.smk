@@ -73,9 +73,11 @@ def template_file(wildcards):
 
 
 def reply_files(wildcards):
-    """The regenerated replies, or the conversations as they are."""
+    """The regenerated replies, the conversations as they are, or what was found in a folder of another tool."""
     run = cfg(wildcards)
-    if not run.regenerate.enabled:
+    if run.dataset.imported:
+        return [f"{DATASET}/imported.jsonl"]
+    if not run.replies_regenerated:
         return conversation_files(wildcards)
     return [
         f"{DATASET}/replies/{part:03d}.jsonl" for part in range(run.regenerate.parts)

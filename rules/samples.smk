@@ -57,6 +57,24 @@ rule regenerate_replies:
         "../scripts/regenerate_replies.py"
 
 
+# Where `dataset.imported` names a folder of another tool.
+rule import_states:
+    input:
+        target=f"{TARGET}/target.json",
+    output:
+        lines=f"{DATASET}/imported.jsonl",
+    log:
+        "logs/import_states/{target}/{dataset}.log",
+    benchmark:
+        "results/benchmarks/import_states/{target}/{dataset}.tsv"
+    threads: 64  # all that --cores gives
+    params:
+        shaping=lambda w: asked(plan.of(w).import_shaping),
+        code=code("eagle3lib.in_place"),
+    script:
+        "../scripts/import_states.py"
+
+
 checkpoint shard_samples:
     input:
         target=f"{TARGET}/target.json",

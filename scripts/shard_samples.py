@@ -17,6 +17,7 @@ with job_log(snakemake.log[0]):
         run.dataset,
         Path(snakemake.output.samples).parent,
         vocab_size=target.vocab_size,
-        replies=snakemake.input.conversations if run.regenerate.enabled else None,
+        replies=snakemake.input.conversations if run.replies_regenerated else None,
+        imported=snakemake.input.conversations if run.dataset.imported else None,
         asked=plan.avoided(run),
     )

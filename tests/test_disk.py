@@ -66,6 +66,14 @@ def test_stalling_volume_ends_the_job(tmp_path):
 
 
 def test_table_tells_where_the_free_bytes_come_from():
-    plan = {"samples": 3, "tokens": 9, "bytes_all": 2**41, "samples_to_come": 1, "bytes_other_keys": 7, **PLAN}
+    plan = {
+        "samples": 3,
+        "tokens": 9,
+        "bytes_all": 2**41,
+        "samples_to_come": 1,
+        "bytes_other_keys": 7,
+        "bytes_doubled": 0,
+        **PLAN,
+    }
     text = disk.table(plan, StorageConfig(free_command="ceph df"))
     assert "free (storage.free_command)" in text and "(2.00 TiB)" in text

@@ -1,6 +1,7 @@
 """A shard's job: right values, only what is missing, the same manifest whatever was missing."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -149,6 +150,7 @@ def test_leftover_part_files_are_removed(shard, target):
     part = store.path(rows[0]["sample_id"]).with_name(f"{rows[0]['sample_id']}.host.1.part")
     part.parent.mkdir(parents=True)
     part.write_bytes(b"half")
+    os.utime(part, (1, 1))  # of another host, and long ago
     run(shard, target)
     assert not list(shard.parent.rglob("*.part"))
 
@@ -250,3 +252,12 @@ def test_plan_counts_what_is_there_and_what_is_to_come(shard, target):
     other = Store(store.root, replace(KEY, aux_layer_ids=(1, 2, 3)))
     _, now = overview.storage_plan(samples, other, 32, ROOMY)
     assert (now["bytes_to_come"], now["bytes_other_keys"]) == (forecast["bytes_all"], written)
+
+
+def test_damaged_record_of_the_probe_is_made_again(shard, target):
+    run(shard, target)
+    (record,) = shard.parent.rglob("probe-*.json")
+    whole = record.read_text()
+    record.write_text("")
+    next(shard.parent.glob("store/hidden_states/*/*/*.pt")).unlink()
+    assert run(shard, target)[3]["computed"] == 1 and record.read_text() == whole

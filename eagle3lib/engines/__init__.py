@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,10 @@ MODULES = {
     "transformers": ["eagle3lib.engines.transformers"],
     "sglang": [f"eagle3lib.engines.sglang.{name}" for name in ("plugin", "collector", "writer")],
 }
+
+
+# A target is compared with transformers when it fits into this share of the memory that is free, twice (fp32 weights).
+REFERENCE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,13 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def fits(folder: Path) -> bool:
+    """Has this machine the memory for a target, to compare with what another engine or tool made of it?"""
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 2 * weights < REFERENCE_SHARE * free
 
 
 def open_engine(engine: EngineConfig, target_folder: str | Path, trust_remote_code: bool = False) -> Engine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import socketserver
 import threading
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from eagle3lib.config import EngineConfig, GpusConfig
-from eagle3lib.engines import File, Prompt, Reply, States, Temperature, of_prompt
+from eagle3lib.engines import File, Prompt, Reply, States, Temperature, fits, of_prompt
 from eagle3lib.engines.probe import probe
 from eagle3lib.engines.sglang.launch import Wanted
 from eagle3lib.engines.sglang.lease import Handle, Lease, post
@@ -27,9 +26,6 @@ from eagle3lib.engines.sglang.requests import Request
 from eagle3lib.errors import UserError
 from eagle3lib.job import in_flight
 from eagle3lib.targets import TargetInfo, load_head
-
-# A target is compared with transformers when it fits into this share of the memory that is free, twice (fp32 weights).
-REFERENCE_SHARE = 0.5
 
 Drafted = tuple[int, list[int], list[int]]
 
@@ -154,7 +150,7 @@ class SGLangEngine:
     def probe(self, aux_layer_ids: Sequence[int]) -> dict[str, Any]:
         """See `probe.probe`. The reference is a plain transformers' pass on the CPU, where memory allows it."""
         weight = load_head(self.target).float()
-        reference = self._reference() if _fits(Path(self.target.path)) else None
+        reference = self._reference() if fits(Path(self.target.path)) else None
         vocab = self.target.vocab_size
         return probe(self, aux_layer_ids, vocab, lambda last: last.float() @ weight.T, reference)
 
@@ -270,12 +266,6 @@ class SGLangEngine:
 
 def _text(error: urllib.error.HTTPError) -> str:
     return error.read().decode(errors="replace")[:500]
-
-
-def _fits(folder: Path) -> bool:
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 2 * weights < REFERENCE_SHARE * free
 
 
 class _Answers:
