@@ -1,8 +1,13 @@
 """`--chaos=full`: break everything as often as `make chaos` does; otherwise a seeded few of each kind."""
 
+import contextlib
 import os
 import shutil
+import socket
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -66,3 +71,33 @@ def nvml(nvml_machine, tmp_path):
     nvml_machine.folder = tmp_path
     nvml_machine.say([])
     return nvml_machine
+
+
+@pytest.fixture
+def s3(tmp_path, monkeypatch):
+    """A server that speaks S3, and the folder where it keeps the objects of s3://bucket."""
+    pytest.importorskip("obstore")
+    folder, port = tmp_path / "objects", free_port()
+    (folder / "bucket").mkdir(parents=True)
+    command = [sys.executable, "-m", "localbucket", "--port", str(port), str(folder)]
+    with open(tmp_path / "server.log", "w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    settings = {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
+    for name, value in {**settings, "REGION": "us-east-1", "ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    try:
+        while server.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.05)
+        assert server.poll() is None, (tmp_path / "server.log").read_text()
+        yield folder / "bucket"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]

@@ -1,11 +1,9 @@
 """Results move as tars: each file once, checked, resumable; elsewhere the workflow finds nothing to do."""
 
-import contextlib
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -219,55 +217,25 @@ def test_object_store_needs_its_package(tmp_path, monkeypatch):
         packing.pack(results(tmp_path), "s3://bucket/prefix", 1, quiet)
 
 
-@pytest.fixture
-def bucket(tmp_path, monkeypatch):
-    """A server that speaks S3, and the folder where it keeps the objects of s3://moved."""
-    pytest.importorskip("obstore")
-    folder, port = tmp_path / "objects", free_port()
-    (folder / "moved").mkdir(parents=True)
-    command = [sys.executable, "-m", "localbucket", "--port", str(port), str(folder)]
-    with open(tmp_path / "server.log", "w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
-    settings = {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
-    for name, value in {**settings, "REGION": "us-east-1", "ALLOW_HTTP": "true"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    try:
-        while server.poll() is None:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.05)
-        assert server.poll() is None, (tmp_path / "server.log").read_text()
-        yield folder / "moved"
-    finally:
-        server.kill()
-        server.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-def test_by_way_of_an_object_store(tmp_path, bucket):
-    root, url, said = results(tmp_path, size=7_000_000), "s3://moved/project", []  # 7 MB a state: several parts
+def test_by_way_of_an_object_store(tmp_path, s3):
+    root, url, said = results(tmp_path, size=7_000_000), "s3://bucket/project", []  # 7 MB a state: several parts
     packing.pack(root, url, 2, said.append, read_back=True)
-    assert (bucket / "project/rest.tar").stat().st_size > 0
+    assert (s3 / "project/rest.tar").stat().st_size > 0
     packing.pack(root, url, 2, said.append)
     assert "5 of the tars were there" in said[-2]
     packing.unpack(url, tmp_path / "there", 2, quiet)
     assert tree(tmp_path / "there") == tree(root)
 
 
-def test_write_to_an_object_store_that_fails_leaves_no_object(tmp_path, bucket):
-    place = packing._Remote("s3://moved/project")
+def test_write_to_an_object_store_that_fails_leaves_no_object(tmp_path, s3):
+    place = packing._Remote("s3://bucket/project")
     with pytest.raises(OSError, match="the disk fails"), place.write("one.tar") as file:
         file.write(b"x" * 20_000_000)
         raise OSError("the disk fails")
-    assert not (bucket / "project/one.tar").exists() and place.read_bytes("one.tar") is None
+    assert not (s3 / "project/one.tar").exists() and place.read_bytes("one.tar") is None
 
 
-def test_object_store_that_cannot_be_reached_is_one_line(tmp_path, bucket, monkeypatch):
+def test_object_store_that_cannot_be_reached_is_one_line(tmp_path, s3, monkeypatch):
     with pytest.raises(UserError, match="s3://absent/x"):
         packing.unpack("s3://absent/x", tmp_path / "there", 1, quiet)
 

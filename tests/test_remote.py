@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 
 import fsspec
 import pytest
@@ -78,9 +79,15 @@ def test_what_cannot_be_had(tmp_path, spec, said):
         sources.fetch(spec, tmp_path)
 
 
-def test_a_missing_extra_is_named(tmp_path):
-    if remote.importlib.util.find_spec("s3fs"):
-        pytest.skip("s3fs is installed")
+def test_files_of_s3(tmp_path, s3):
+    (s3 / "talk.jsonl").write_text("".join(LINES))
+    read = list(samples.read([sources.fetch("s3://bucket/*.jsonl", tmp_path)]))
+    assert [one.messages[0]["content"] for one in read] == [f"question {i}" for i in range(6)]
+
+
+def test_a_missing_extra_is_named(tmp_path, monkeypatch):
+    for name in ("obstore", "obstore.fsspec"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=r"s3://bucket/x.jsonl: .*pip install 'eagle3lib\[s3\]'"):
         sources.fetch("s3://bucket/x.jsonl", tmp_path)
 
