@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from eagle3lib.loader import Pack
 from eagle3lib.training import Interrupted, Ranks, Trainer
 
 KINDS = parallel.KINDS
-TWO = SETTINGS.model_copy(update={"processes": 2, "learning_rate": 1e-2})
+TWO = SETTINGS.model_copy(update={"processes": 2})
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}  # sums in another order, over some dozen steps
 
 
@@ -44,6 +45,7 @@ def at(job, folder):
 
 
 def assert_alike(folder, other):
+    folder, other = Path(folder), Path(other)
     ours, theirs = weights(folder), weights(other)
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, **TOLERANCE, msg=name)
