@@ -73,16 +73,15 @@ def main() -> None:
         if options.compile:
             compilation.check()
             compilation.compile_parts(model)
-        test = TrainingTimeTest(
-            model, head, mapping, STEPS, DECAY, torch.bfloat16, recompute=options.recompute
-        )
+        test = TrainingTimeTest(model, head, mapping, STEPS, DECAY, torch.bfloat16, recompute=options.recompute)
         batch, plan = make(size, test, device, random.Random(options.seed))
         seconds = measure(test, batch, plan, options.steps)
         slots = [row.sum().item() for row in plan.supervised]
         flop = speed.floor_flop(size.config, size.tokens, slots, plan.counted.tolist())
         rate, each = speed.matmul_rate(device, torch.bfloat16, 0.5), statistics.median(seconds)
         print(f"{model.config.variant}, {sum(p.numel() for p in model.trainable().values()) / 1e6:,.0f} M parameters")
-        print(f"{slots} slots by step, {flop / 1e12:,.1f} TFLOP, {each * 1e3:,.1f} ms; product: {rate / 1e12:,.0f} TFLOP/s")
+        print(f"{slots} slots by step, {flop / 1e12:,.1f} TFLOP, {each * 1e3:,.1f} ms")
+        print(f"square product: {rate / 1e12:,.1f} TFLOP/s")
         print(
             f"gpu_step mfu={flop / each / options.peak / 1e12:.3f} gemm_share={flop / each / rate:.3f} "
             f"tokens_per_second={size.tokens / each:.0f} gib={speed.peak_memory(device) / 2**30:.1f}"

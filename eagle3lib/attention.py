@@ -65,8 +65,8 @@ def send(x: Tensor, device: torch.device) -> Tensor:
 
 
 def merged_attention(q: Tensor, k0: Tensor, v0: Tensor, view: View, diagonal: Sequence[KeyValue]) -> Tensor:
-    """q [N, heads, D]: the slots of `view`. k0, v0 [T, KV heads, D]: step 0, all tokens. diagonal: k, v [N, KV heads, D]
-    of steps 1..i, the query's own step last. Values may be narrower than keys.
+    """q [N, heads, D]: the slots of `view`. k0, v0 [T, KV heads, D]: step 0, all tokens. diagonal: k, v
+    [N, KV heads, D] of steps 1..i, the query's own step last. Values may be narrower than keys.
 
     Returns [N, heads, D of the values].
     """
@@ -157,7 +157,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask) -> tuple[Tensor, T
 
 def _flex_merged(q: Tensor, k0: Tensor, v0: Tensor, view: View, diagonal: Sequence[KeyValue]) -> Tensor:
     kernel = _compiled_flex() if q.device.type == "cuda" else _flex
-    out, lse = kernel(*(_heads_first(x) for x in (q, k0, v0)), view.blocks)
+    out, lse = kernel(_heads_first(q), _heads_first(k0), _heads_first(v0), view.blocks)
     return _merge(out[0].transpose(0, 1), lse[0].t(), q, diagonal)
 
 

@@ -262,8 +262,9 @@ class TrainingConfig(Section):
         "gradients and optimiser. auto: ddp where these take at most half of a GPU, fsdp2 otherwise; ddp on CPUs.",
     )
     recompute: bool = Field(
-        False, description="Compute a draft step again in its backward pass instead of keeping what it needs: for long "
-        "samples; a third slower."
+        False,
+        description="Compute a draft step again in its backward pass instead of keeping what it needs: for long "
+        "samples; a third slower.",
     )
     compile: bool = Field(
         False, description="torch.compile for norms, fusion and MLP; needs a C++ compiler, and minutes at the start."

@@ -128,7 +128,7 @@ class Documents:
             if i not in self.target_tokens:
                 self.target_tokens[i] = test.target_tokens(document).to(torch.int32)
             ready.append(document.with_tokens(self.target_tokens[i].long()))
-        batch = Batch.pack(ready, pack.room and (pack.room.aux, pack.room.last))
+        batch = Batch.pack(ready, (pack.room.aux, pack.room.last) if pack.room else None)
         return batch.to(device), test.plan(batch).to(device)
 
 

@@ -76,9 +76,10 @@ def memory(
 ) -> dict[str, Any]:
     """Parameters and bytes of a draft of this shape; nothing is allocated.
 
-    `parallel`: what `training.parallel` comes to on GPUs of `gpu_bytes`. `bytes_each`: on each GPU, without activations:
-    fp32 weights, gradients, two moments of AdamW, the frozen embedding and the target's head. `bytes_checkpoints`: the two that are kept, the next one while it is written, the result;
-    `keeps_best`: the best epoch's weights in each of them too.
+    `parallel`: what `training.parallel` comes to on GPUs of `gpu_bytes`. `bytes_each`: on each GPU, without
+    activations: fp32 weights, gradients, two moments of AdamW, the frozen embedding and the target's head.
+    `bytes_checkpoints`: the two that are kept, the next one while it is written, the result; `keeps_best`: the best
+    epoch's weights in each of them too.
     """
     with torch.device("meta"):
         model = DraftModel(config)

@@ -1,9 +1,9 @@
 """How fast a training goes, against what its matrix products alone would take.
 
 The *floor* of a step: each linear forward and backward (three products; fc's input needs no gradient, so two) on the
-rows that must meet it, the draft's head on counted rows, the target's head over the draft vocabulary once. No attention,
-no recomputation, and nothing saved: what is clever in the trainer shows in its share. It is taken at the rate of a
-square product in the training's dtype, measured on its device when it starts.
+rows that must meet it, the draft's head on counted rows, the target's head over the draft vocabulary once. No
+attention, no recomputation, and nothing saved: what is clever in the trainer shows in its share. It is taken at the
+rate of a square product in the training's dtype, measured on its device when it starts.
 
 Shape letters: H hidden, Vd draft vocabulary, K draft steps.
 """

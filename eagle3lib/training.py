@@ -218,7 +218,10 @@ class Trainer:
         self.spread = self._spread(mapping)
         self.test = self.spread.test
         self.optimizer = torch.optim.AdamW(
-            self.spread.parameters.values(), betas=job.training.betas, weight_decay=job.training.weight_decay, fused=True
+            self.spread.parameters.values(),
+            betas=job.training.betas,
+            weight_decay=job.training.weight_decay,
+            fused=True,
         )
         self.total_tokens = sum(self.lengths[i] for i in self.train) * job.training.epochs
         self.epoch = self.packs_done = self.steps = self.tokens = 0
@@ -269,7 +272,7 @@ class Trainer:
         self.deferred.put(figures, {"kind": "train", **where, "learning_rate": rate}, tokens)
 
     def _update(self, batches: list[tuple[Batch, Plan]], weights: Tensor, rate: float) -> Tensor:
-        """Gradients, optimiser, sums: all that is on the device, which is not waited for. `_report` gets the figures."""
+        """Gradients, optimiser, sums: all that is on the device, which is not waited for; figures for `_report`."""
         sums = self._no_sums()
         for these in self.spread.backward(batches, weights):
             sums += _stack(these)
@@ -494,7 +497,8 @@ class Deferred:
 
     def __init__(self, then: Callable[..., None]):
         """then: called with the figures, on the CPU, and all else that was put beside them."""
-        self.then, self.held = then, None
+        self.then = then
+        self.held: tuple[Tensor, torch.cuda.Event | None, tuple[Any, ...]] | None = None
 
     def put(self, figures: Tensor, *about: Any) -> None:
         """Have them copied, and read those of the step before."""

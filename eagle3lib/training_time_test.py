@@ -309,7 +309,7 @@ class TrainingTimeTest(nn.Module):
         k0, v0 = model.key_value(tokens.read(model.midlayer.hidden_norm(fused), plan.following), batch.positions)
 
         def draft(step: int, hidden: Tensor, *later: Tensor) -> tuple[Tensor, ...]:
-            """One step: (normed output, what the next step reads, its key, its value; of step 0 there are k0 and v0)."""
+            """One step: its normed output, what the next step reads, its key and value (step 0 has k0 and v0)."""
             positions, normed = batch.positions[rows] + step, model.midlayer.hidden_norm(hidden)
             own: tuple[Tensor, ...] = ()
             if step:
@@ -418,11 +418,11 @@ class _Tokens:
 class Plan:
     """What meets what in a batch of T tokens; made on the CPU, so that a device is not waited for.
 
-    view: the N slots supervised at step 0, and what they see. supervised bool [K, N]. target_rows int64 [R]: those whose
-    token the draft knows; wanted [R]: that token; slots [K, R]: who answers for each target row, -1: nobody; counted
-    int64 [K]: the N_i, which stay on the CPU. following [T]: the token after each; tokens [K, N]: the one that each slot
-    reads at each step; queried [U]: all of these once; query_tokens [K, N]: where in it. sources [N], target_sources
-    [R]: the number of each slot's and row's source.
+    view: the N slots supervised at step 0, and what they see. supervised bool [K, N]. target_rows int64 [R]: those
+    whose token the draft knows; wanted [R]: that token; slots [K, R]: who answers for each target row, -1: nobody;
+    counted int64 [K]: the N_i, which stay on the CPU. following [T]: the token after each; tokens [K, N]: the one that
+    each slot reads at each step; queried [U]: all of these once; query_tokens [K, N]: where in it. sources [N],
+    target_sources [R]: the number of each slot's and row's source.
     """
 
     view: View

@@ -112,7 +112,9 @@ def test_the_draft_is_the_best_of_all_epochs(world, tmp_path, scripted):  # noqa
 def test_a_source_of_no_held_out_sample_is_refused(world, tmp_path):  # noqa: F811
     samples = [replace(s, source="a.jsonl" if s.split == "validation" else "b.jsonl") for s in world[2]]
     settings = STOPPING.model_copy(update={"best_by": "b.jsonl"})
-    with pytest.raises(UserError, match=r"training\.best_by: no held-out sample is of 'b\.jsonl'; known here: .* a\.jsonl"):
+    with pytest.raises(
+        UserError, match=r"training\.best_by: no held-out sample is of 'b\.jsonl'; known here: .* a\.jsonl"
+    ):
         training.train(job_of(world, tmp_path, settings, samples=samples))
     assert training.train(job_of(world, tmp_path, STOPPING.model_copy(update={"best_by": "a.jsonl"}), samples=samples))
 

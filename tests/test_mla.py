@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from test_draft_model import YARN as YARN_OF_TWO_FACTORS
 from test_export import make_target
 from test_training_time_test import (
-    KERNELS,
     CONFIG,
+    KERNELS,
     V,
     assert_training_equals_serving,
     assert_training_equals_the_slow_reference,

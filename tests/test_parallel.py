@@ -1,4 +1,4 @@
-"""Two ranks, whole or in shares, against one process on the same global batches; nobody waits for a rank without any."""
+"""Two ranks, whole or in shares, against one process on the same global batches; a rank may have none of them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_two_ranks_equal_one(two, uneven, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_is_exact_and_reads_the_others_checkpoints(two, uneven, tmp_path, kind):
-    """To the bit as often as it is stopped with two ranks; what they left, one process and the other kind go on with."""
+    """To the bit with two ranks, however often stopped; one process and the other kind go on from what they left."""
     job, _ = uneven
     ours = of_kind(job, kind)
     (whole, _), other = two(trained, at(ours, tmp_path / "whole")), KINDS[1 - KINDS.index(kind)]

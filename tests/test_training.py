@@ -283,11 +283,12 @@ def test_a_step_waits_for_no_device(world, tmp_path, settings):
     """
     trainer = Trainer(job_of(world, tmp_path, SETTINGS.model_copy(update=settings)), *alone())
     read = trainer.documents.packed(Pack([0, 1], [trainer.documents.read(i) for i in (0, 1)]), trainer.test, CPU)
+    weights = trainer.test.step_weights(read[1].counted)
     with FakeTensorMode():
         batch, plan = (without_values(part) for part in read)
         plan = replace(plan, view=without_values(plan.view))
         take_values_away(trainer)
-        weights = without_values(trainer.test.step_weights(read[1].counted))
+        weights = without_values(weights)
         for _ in range(2):
             figures = trainer._update([(batch, plan)], weights, 1e-3)
         assert figures.shape == (len(SUMS) * SETTINGS.ttt_steps + 1,)
@@ -311,7 +312,7 @@ def take_values_away(trainer):
     model, test = trainer.model, trainer.test
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
-            setattr(module, name, torch.nn.Parameter(without_values(p.detach()), requires_grad=p.requires_grad))
+            setattr(module, name, torch.nn.Parameter(without_values(p), requires_grad=p.requires_grad))
     model._inv_freq, test.draft_rows = without_values(model._inv_freq), without_values(test.draft_rows)
     trainer.optimizer = torch.optim.AdamW(model.trainable().values(), fused=True)
     trainer.epoch_sums = trainer._no_sums()
@@ -390,7 +391,7 @@ def test_floor_is_what_a_step_multiplies():
         torch.arange(tokens), torch.randn(tokens, 3 * H), torch.randn(tokens, H), torch.zeros(tokens).long()
     )
     batch = test.with_target_tokens(document)
-    loss, sums = test(batch)
+    _, sums = test(batch)
     slots = sums["supervised"].tolist()
     assert slots == sums["counted"].tolist() == [28, 27, 26]
     with FlopCounterMode(display=False) as counter:
