@@ -24,7 +24,7 @@ def samples_of(table: pd.DataFrame, folder: Path) -> list[Sample]:
     """The samples of `hidden_states.parquet`; `folder` holds their links. Their source is the name of their file."""
     names = ("path", "n_tokens", "reply_bounds", "split", "sha256", "file")
     return [
-        Sample(str(folder / path), int(n), tuple(int(b) for b in bounds), split, sha256, Path(file).name)
+        Sample(str(folder / path), int(n), tuple(int(b) for b in bounds), split, sha256, source=Path(file).name)
         for path, n, bounds, split, sha256, file in zip(*(table[name] for name in names), strict=True)
     ]
 
