@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_training_time_test import dense_flex, dense_mask, listed_blocks
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle3lib import attention
 from eagle3lib.attention import View
@@ -45,6 +46,14 @@ def test_blocks_are_those_that_the_mask_meets(seed, monkeypatch):
         blocks.full_kv_num_blocks, blocks.full_kv_indices
     )
     assert torch.equal(met, tiles.any(3).any(1)), "no block is met for nothing"
+
+
+def test_blocks_are_found_without_looking_at_a_value():
+    """On a GPU nobody waits for it."""
+    view = View.of(torch.arange(5, 300), [150, 150])
+    with FakeTensorMode():
+        fake = replace(view, rows=torch.empty(295, dtype=torch.int64), starts=torch.empty(295, dtype=torch.int64))
+        assert attention.block_mask(fake).shape == (1, 1, 295, 300)
 
 
 def test_spans_and_starts():
