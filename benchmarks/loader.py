@@ -77,11 +77,11 @@ def load(samples: list[loader.Sample]) -> float:
     """MB/s from files to packed batches, all checks of a first read included."""
     total, lengths = forget(samples), [sample.n_tokens for sample in samples]
     start = time.monotonic()
-    documents = loader.Documents(samples, 3)
+    documents = loader.Documents(samples, 3, HIDDEN)
     packs = loader.first_fit_decreasing(range(len(samples)), lengths, CAPACITY)
     with loader.readers() as readers:
         for (pack,) in loader.read_ahead(documents, [[pack] for pack in packs], readers):
-            Batch.pack(pack)
+            Batch.pack(pack.documents, (pack.room.aux, pack.room.last))
     return total / (time.monotonic() - start) / 1e6
 
 

@@ -40,6 +40,20 @@ class Sizes:
     head_dim: int = 64
     eps: float = 1e-6
 
+    def config(self) -> DraftModelConfig:
+        return DraftModelConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab,
+            draft_vocab_size=self.draft_vocab,
+            rms_norm_eps=self.eps,
+            max_position_embeddings=2048,
+            rope_parameters=ROPE,
+        )
+
 
 def reply(share: float) -> tuple[int, int]:
     """[start, end) of what is supervised in each sample: the last `share` of it."""
@@ -55,20 +69,7 @@ class Case:
         vocab, hidden = sizes.vocab, sizes.hidden
         self.mapping = VocabMapping.from_target_ids(torch.randperm(vocab)[: sizes.draft_vocab], vocab)
         self.head = torch.randn(vocab, hidden) / math.sqrt(hidden)
-        self.draft = DraftModel(
-            DraftModelConfig(
-                hidden_size=hidden,
-                intermediate_size=sizes.intermediate,
-                num_attention_heads=sizes.heads,
-                num_key_value_heads=sizes.kv_heads,
-                head_dim=sizes.head_dim,
-                vocab_size=vocab,
-                draft_vocab_size=sizes.draft_vocab,
-                rms_norm_eps=sizes.eps,
-                max_position_embeddings=2048,
-                rope_parameters=ROPE,
-            )
-        )
+        self.draft = DraftModel(sizes.config())
         self.draft.init_from_target(self.draft.embed_tokens.weight, self.head, self.mapping)
         self.samples = [self._sample() for _ in range(SAMPLES)]
 

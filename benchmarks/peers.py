@@ -39,6 +39,7 @@ import torch
 from benchmarks import common
 from benchmarks.peer_sides import SAMPLES, SIDES, STEPS, TOKENS, Sizes, reply
 from eagle3lib.errors import UserError
+from eagle3lib.speed import floor_flop
 
 SIZES = {
     "H 256, V 8k": Sizes(256, 704, heads=4, kv_heads=2, vocab=8192, draft_vocab=4096),
@@ -130,7 +131,7 @@ def measure(sizes: Sizes, python: str, rounds: int) -> dict[float, dict[str, lis
                     continue
                 for row, seconds in rows(answers).items():
                     found[share][row].append(seconds)
-                found[share]["floor"].append(floor_flop(sizes, share) / rate)
+                found[share]["floor"].append(floor_of(sizes, share) / rate)
     return found
 
 
@@ -173,19 +174,11 @@ def matmul_rate(size: int = 1024, seconds: float = 0.2) -> float:
     return done / (time.process_time() - start)
 
 
-def floor_flop(sizes: Sizes, share: float) -> float:
-    """FLOP of the products of a step.
-
-    Each linear forward and backward (x 3; fc's input needs no gradient: x 2) on the rows that must meet it, the draft
-    head on counted rows, the target's head over the draft vocabulary once. Attention is not in it.
-    """
-    hidden, width = sizes.hidden, sizes.heads * sizes.head_dim
-    keys = 2 * hidden * 2 * sizes.kv_heads * sizes.head_dim
-    layer = 2 * hidden * width + width * hidden + 3 * hidden * sizes.intermediate
+def floor_of(sizes: Sizes, share: float) -> float:
+    """`speed.floor_flop` of a step: every supervised token is in the draft vocabulary."""
     start, end = reply(share)
     counted = [end - 2 - step - max(start - 1, 0) for step in range(STEPS)]
-    tripled = keys * (TOKENS + sum(counted[1:])) + (layer + sizes.draft_vocab * hidden) * sum(counted)
-    return 2 * (3 * tripled + 2 * 3 * hidden**2 * TOKENS + sizes.draft_vocab * hidden * counted[0])
+    return floor_flop(sizes.config(), TOKENS, counted, counted)
 
 
 def show(

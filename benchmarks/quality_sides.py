@@ -237,7 +237,7 @@ def train(spec: Spec) -> dict[str, Any]:
     torch.manual_seed(spec.seed)
     side = SIDES[spec.side](spec, job)
     chosen = [i for i, sample in enumerate(job.samples) if sample.split == "train"]
-    lengths, files = [sample.n_tokens for sample in job.samples], Documents(job.samples, AUX)
+    lengths, files = [sample.n_tokens for sample in job.samples], Documents(job.samples, AUX, job.target.hidden_size)
     documents = {i: files.read(i) for i in chosen}
     start, tokens, steps, epoch = time.process_time(), 0, 0, 0
     uncounted = getattr(side, "metric", SimpleNamespace(seconds=0.0))

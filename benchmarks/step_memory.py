@@ -7,7 +7,8 @@ size runs in a process of its own.
 
 Last line: `step_memory kimi_gib=… v_slope=…`: the peak (goal < 16), and the peak at four times both vocabularies over
 the peak, each less its heads' own bytes (the draft's head, its gradient, the target's rows of it; goal <= 1.1), at
-H 1024. Above it: what one sample takes of a GPU's memory by length, from the bytes a token that two lengths differ by.
+H 1024. Above it: what one sample takes of a GPU's memory by length, from the bytes a token that two lengths differ by,
+with and without `training.recompute`. `--recompute`: these two lengths only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ class Size:
     heads: int
     tokens: int
     steps: int = 4
+    recompute: bool = False
 
     @property
     def head_bytes(self) -> int:
@@ -66,7 +68,7 @@ def step(size: Size, folder: Path) -> dict[str, float]:
     with Peak() as peak:
         model = DraftModel(config)
         model.init_from_target(embedding, head, mapping)
-        test = TrainingTimeTest(model, head, mapping, size.steps, 0.8)
+        test = TrainingTimeTest(model, head, mapping, size.steps, 0.8, recompute=size.recompute)
         n = size.tokens
         states = torch.randn(n, 4 * size.hidden).to(torch.bfloat16)
         batch = Batch.document(
@@ -122,26 +124,33 @@ def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(step(Size(**json.loads(sys.argv[2])), Path(sys.argv[3]))))
         return
+    half = replace(KIMI, tokens=KIMI.tokens // 2)
     sizes = {
-        "Kimi": KIMI,
-        "Kimi, half the tokens": Size(**{**vars(KIMI), "tokens": KIMI.tokens // 2}),
-        "small": SMALL,
-        "small, 4x the vocabularies": Size(
-            **{**vars(SMALL), "vocab": 4 * SMALL.vocab, "draft_vocab": 4 * SMALL.draft_vocab}
-        ),
+        "Kimi, recomputed": replace(KIMI, recompute=True),
+        "Kimi, recomputed, half the tokens": replace(half, recompute=True),
     }
+    if sys.argv[1:2] != ["--recompute"]:
+        sizes |= {
+            "Kimi": KIMI,
+            "Kimi, half the tokens": half,
+            "small": SMALL,
+            "small, 4x the vocabularies": replace(SMALL, vocab=4 * SMALL.vocab, draft_vocab=4 * SMALL.draft_vocab),
+        }
     found = {name: measure(size) for name, size in sizes.items()}
     rows = [
         [name, f"{size.tokens}", f"{one['parameters'] / 1e6:,.0f}", one["peak"] / GIB, round(one["seconds"])]
         for (name, size), one in zip(sizes.items(), found.values(), strict=True)
     ]
     common.table(["step", "tokens", "M parameters", "peak GiB", "s"], rows)
-    kimi, half, small, large = found.values()
-    forecast(kimi["parameters"], (kimi["peak"] - half["peak"]) / (KIMI.tokens // 2))
-    without = [
-        one["peak"] - size.head_bytes for one, size in zip((small, large), list(sizes.values())[2:], strict=True)
-    ]
-    print(f"step_memory kimi_gib={kimi['peak'] / GIB:.2f} v_slope={without[1] / without[0]:.3f}")
+    for name in ("Kimi, recomputed", "Kimi"):
+        if name in found:
+            grown = found[name]["peak"] - found[f"{name}, half the tokens"]["peak"]
+            print(name)
+            forecast(found[name]["parameters"], grown / (KIMI.tokens // 2))
+    if "Kimi" not in found:
+        return
+    without = [found[name]["peak"] - size.head_bytes for name, size in list(sizes.items())[-2:]]
+    print(f"step_memory kimi_gib={found['Kimi']['peak'] / GIB:.2f} v_slope={without[1] / without[0]:.3f}")
 
 
 def forecast(parameters: float, bytes_a_token: float) -> None:

@@ -353,6 +353,19 @@ class TrainingConfig(Section):
 
     gpus: int = Field(0, ge=0, description="GPUs of the training job, one process each; 0: CPU.")
     processes: int = Field(1, ge=1, description="Processes when there is no GPU (torchrun with gloo above 1).")
+    parallel: Literal["auto", "ddp", "fsdp2"] = Field(
+        "auto",
+        description="Of several processes. ddp: each holds the whole draft. fsdp2: each holds a share of weights, "
+        "gradients and optimiser. auto: ddp where these take at most half of a GPU, fsdp2 otherwise; ddp on CPUs.",
+    )
+    recompute: bool = Field(
+        False,
+        description="Compute a draft step again in its backward pass instead of keeping what it needs: for long "
+        "samples; a third slower.",
+    )
+    compile: bool = Field(
+        False, description="torch.compile for norms, fusion and MLP; needs a C++ compiler, and minutes at the start."
+    )
     ttt_steps: int = Field(7, ge=1, le=16, description="Unrolled draft steps of the training-time test.")
     loss: Literal["soft_ce", "kl", "lk"] = Field(
         "soft_ce",
@@ -374,6 +387,13 @@ class TrainingConfig(Section):
         ge=1,
         description="End after so many epochs without a longer validation acceptance length; the draft is then that of "
         "the best epoch, not of the last. null: all epochs.",
+    )
+    best_by: str | None = Field(
+        None,
+        min_length=1,
+        description="The draft is that of the epoch with the longest acceptance length over the held-out samples of "
+        "this source (a file's name as in dataset.conversations, without its folder); `validation`: over all of them. "
+        "null: the last epoch's, or with early_stopping_epochs as `validation`.",
     )
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
         ["tensorboard"],

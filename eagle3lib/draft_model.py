@@ -176,6 +176,10 @@ _NAMES_IN_TARGET = {"hidden_norm.weight": "input_layernorm.weight", "input_layer
 _READ_BOTH = tuple(f"self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"))
 
 
+# How a layer's projections meet what they read: called with one of those that read both, gives its output [..., out].
+Read = Callable[[nn.Linear], Tensor]
+
+
 class Attention(nn.Module):
     """The four projections; q, k and v read 2H."""
 
@@ -188,15 +192,16 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
         self.head_dim = config.head_dim
+        self.of_query, self.of_key_value = ("q_proj",), ("k_proj", "v_proj")  # those that read both
 
-    def query(self, mixed: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
-        """[..., 2H] -> [..., heads, D]."""
-        return rotate(self.q_proj(mixed).unflatten(-1, (-1, self.head_dim)))
+    def query(self, read: Read, rotate: Callable[[Tensor], Tensor]) -> Tensor:
+        """Queries [..., heads, D]."""
+        return rotate(read(self.q_proj).unflatten(-1, (-1, self.head_dim)))
 
-    def key_value(self, mixed: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """[..., 2H] -> [..., KV heads, D] each."""
-        k = self.k_proj(mixed).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(mixed).unflatten(-1, (-1, self.head_dim))
+    def key_value(self, read: Read, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., KV heads, D] each."""
+        k = read(self.k_proj).unflatten(-1, (-1, self.head_dim))
+        v = read(self.v_proj).unflatten(-1, (-1, self.head_dim))
         return rotate(k), v
 
 
@@ -228,6 +233,10 @@ class DecoderLayer(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+def _reader(mixed: Tensor | Read) -> Read:
+    return (lambda projection: projection(mixed)) if isinstance(mixed, Tensor) else mixed
 
 
 class DraftCache:
@@ -329,13 +338,13 @@ class DraftModel(nn.Module):
         layer = self.midlayer
         return torch.cat([layer.input_layernorm(embeddings).to(hidden.dtype), layer.hidden_norm(hidden)], dim=-1)
 
-    def query(self, mixed: Tensor, positions: Tensor) -> Tensor:
-        """[..., 2H], positions [...] -> queries [..., heads, D], rotated."""
-        return self.midlayer.self_attn.query(mixed, partial(self._rotate, positions=positions))
+    def query(self, mixed: Tensor | Read, positions: Tensor) -> Tensor:
+        """[..., 2H] (or how to read it), positions [...] -> queries [..., heads, D], rotated."""
+        return self.midlayer.self_attn.query(_reader(mixed), partial(self._rotate, positions=positions))
 
-    def key_value(self, mixed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., 2H], positions [...] -> rotated keys and values, [..., KV heads, D] each."""
-        return self.midlayer.self_attn.key_value(mixed, partial(self._rotate, positions=positions))
+    def key_value(self, mixed: Tensor | Read, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., 2H] (or how to read it), positions [...] -> rotated keys and values, [..., KV heads, D] each."""
+        return self.midlayer.self_attn.key_value(_reader(mixed), partial(self._rotate, positions=positions))
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Hidden state [..., H] and attention's output [..., heads, D] -> the layer's output [..., H], un-normed."""

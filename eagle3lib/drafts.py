@@ -21,12 +21,12 @@ from eagle3lib.training import Job
 
 
 def samples_of(table: pd.DataFrame, folder: Path) -> list[Sample]:
-    """The samples of `hidden_states.parquet`; `folder` holds their links."""
-    names = ("path", "n_tokens", "reply_bounds", "split", "sha256")
+    """The samples of `hidden_states.parquet`; `folder` holds their links. Their source is the name of their file."""
+    names = ("path", "n_tokens", "reply_bounds", "split", "sha256", "file")
     columns = zip(*(table[name] for name in names), shards.weights_of(table), strict=True)
     return [
-        Sample(str(folder / path), int(n), tuple(int(b) for b in bounds), split, sha256, weight)
-        for path, n, bounds, split, sha256, weight in columns
+        Sample(str(folder / path), int(n), tuple(map(int, bounds)), split, sha256, weight, source=Path(file).name)
+        for path, n, bounds, split, sha256, file, weight in columns
     ]
 
 

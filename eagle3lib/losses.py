@@ -20,22 +20,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# p, log_q fp32 [R, Vd] and whether the gradient is wanted -> value [R], gradient [R, Vd] or None. log_q is used up.
-Loss = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+# p, q, the draft's logits fp32 [R, Vd], their log-sum-exp [R] and whether the gradient is wanted -> value [R], gradient
+# [R, Vd] or None. q is used up.
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
 
-def soft_cross_entropy(p: Tensor, log_q: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
-    value = -torch.linalg.vecdot(p, log_q)
-    return value, log_q.exp_().sub_(p) if wants_grad else None
+def soft_cross_entropy(
+    p: Tensor, q: Tensor, logits: Tensor, lse: Tensor, wants_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    value = lse - torch.linalg.vecdot(p, logits)  # -sum p log q, as p sums to 1: log q is never made
+    return value, q.sub_(p) if wants_grad else None
 
 
-def kl_divergence(p: Tensor, log_q: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
-    cross, gradient = soft_cross_entropy(p, log_q, wants_grad)
+def kl_divergence(p: Tensor, q: Tensor, logits: Tensor, lse: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
+    cross, gradient = soft_cross_entropy(p, q, logits, lse, wants_grad)
     return cross - torch.special.entr(p).sum(dim=-1), gradient
 
 
-def negative_log_acceptance(p: Tensor, log_q: Tensor, wants_grad: bool) -> tuple[Tensor, Tensor | None]:
-    q = log_q.exp_()
+def negative_log_acceptance(
+    p: Tensor, q: Tensor, logits: Tensor, lse: Tensor, wants_grad: bool
+) -> tuple[Tensor, Tensor | None]:
     # Two disjoint point masses overlap by nothing that fp32 can say: their loss is large, not infinite.
     alpha = torch.minimum(p, q).sum(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
     value = -alpha.log().squeeze(-1)

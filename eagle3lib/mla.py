@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from eagle3lib.norm import RMSNorm
 
 if TYPE_CHECKING:
-    from eagle3lib.draft_model import DraftModelConfig
+    from eagle3lib.draft_model import DraftModelConfig, Read
 
 SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 KNOWN_ROPE_TYPES = ("default", "yarn")  # both engines take any other for DeepSeek's YaRN
@@ -55,17 +55,18 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(kv_rank, heads * (nope + value), bias=False)
         self.o_proj = nn.Linear(heads * value, config.hidden_size, bias=False)
         self.heads, self.nope, self.rope = heads, nope, rope
+        self.of_query, self.of_key_value = ("q_a_proj",), ("kv_a_proj_with_mqa",)  # those that read both
         self.gain = softmax_gain(config.rope_parameters)
 
-    def query(self, mixed: Tensor, rotate: Callable[[Tensor], Tensor]) -> Tensor:
-        """[..., 2H] -> [..., heads, nope + rope], with the gain on the scores in it."""
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(mixed))).unflatten(-1, (self.heads, -1))
+    def query(self, read: Read, rotate: Callable[[Tensor], Tensor]) -> Tensor:
+        """Queries [..., heads, nope + rope], with the gain on the scores in it."""
+        q = self.q_b_proj(self.q_a_layernorm(read(self.q_a_proj))).unflatten(-1, (self.heads, -1))
         still, turning = q.split([self.nope, self.rope], dim=-1)
         return torch.cat([still, rotate(pairs_to_halves(turning))], dim=-1) * self.gain
 
-    def key_value(self, mixed: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """[..., 2H] -> [..., heads, nope + rope] and [..., heads, V]."""
-        latent, turning = self.kv_a_proj_with_mqa(mixed).tensor_split([-self.rope], dim=-1)
+    def key_value(self, read: Read, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys [..., heads, nope + rope] and values [..., heads, V]."""
+        latent, turning = read(self.kv_a_proj_with_mqa).tensor_split([-self.rope], dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.heads, -1))
         still, v = kv.tensor_split([self.nope], dim=-1)
         shared = rotate(pairs_to_halves(turning).unsqueeze(-2))

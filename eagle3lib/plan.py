@@ -41,7 +41,11 @@ NOT_SHAPING = {
     "dataset": {"name", "conversations", "imported", "shard_size"},
     "regenerate": {"batch_size", "parts", "draft", "url"},
     "draft": {"name", "initial"},
-    "training": {"gpus", "processes", "checkpoint_minutes", "trackers", "tracker_project"},
+    # Of the training some change the last bits, as another number of GPUs does; none the mathematics.
+    "training": {
+        *("gpus", "processes", "parallel", "recompute", "compile"),
+        *("checkpoint_minutes", "trackers", "tracker_project"),
+    },
     "acceptance": {"prompts", "sets", "drafts"},
     "target": {"name"},
 }

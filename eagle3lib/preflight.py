@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from eagle3lib import checkpoint, gpus, targets, trackers, training, warm_start
+from eagle3lib import checkpoint, compilation, gpus, parallel, targets, trackers, training, warm_start
+from eagle3lib.config import TrainingConfig
 from eagle3lib.disk import Disk, size
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
-from eagle3lib.loader import Documents
+from eagle3lib.loader import Documents, Pack
 from eagle3lib.training import Job
 from eagle3lib.training_time_test import Batch, TrainingTimeTest
 from eagle3lib.vocab_mapping import VocabMapping
@@ -39,7 +40,10 @@ def check(job: Job, aux_layers: int, seen: dict[str, Any], disk: Disk) -> dict[s
     check_imports()
     trackers.check(job.training.trackers)
     config = warm_start.model_config(job.draft, job.target, aux_layers, VocabMapping.load(job.mapping))
-    forecast = memory(config, keeps_best=job.training.early_stopping_epochs is not None)
+    if job.training.compile:
+        compilation.check()
+    keeps_best = job.training.early_stopping_epochs is not None or job.training.best_by is not None
+    forecast = memory(config, keeps_best, job.training, smallest_gpu(job.training, seen))
     gpus_used = check_gpus(job.training, seen, forecast["bytes_each"])
     coming = forecast["bytes_checkpoints"] - _bytes_of_checkpoints(job)
     disk.check_room(max(coming, 0))
@@ -64,20 +68,29 @@ def check_imports() -> None:
             ) from None
 
 
-def memory(config: DraftModelConfig, keeps_best: bool = False) -> dict[str, int]:
+def memory(
+    config: DraftModelConfig,
+    keeps_best: bool = False,
+    settings: TrainingConfig = TrainingConfig(),  # noqa: B008 - frozen
+    gpu_bytes: int | None = None,
+) -> dict[str, Any]:
     """Parameters and bytes of a draft of this shape; nothing is allocated.
 
-    `bytes_each`: on each GPU, without activations: fp32 weights, gradients, two moments of AdamW, the frozen embedding
-    and the target's head. `bytes_checkpoints`: the two that are kept, the next one while it is written, the result;
-    `keeps_best`: the best epoch's weights in each of them too.
+    `parallel`: what `training.parallel` comes to on GPUs of `gpu_bytes`. `bytes_each`: on each GPU, without
+    activations: fp32 weights, gradients, two moments of AdamW, the frozen embedding and the target's head.
+    `bytes_checkpoints`: the two that are kept, the next one while it is written, the result; `keeps_best`: the best
+    epoch's weights in each of them too.
     """
     with torch.device("meta"):
         model = DraftModel(config)
     parameters = sum(p.numel() for p in model.trainable().values())
     heads = (config.vocab_size + config.draft_vocab_size) * config.hidden_size
+    kind = parallel.choose(settings.parallel, parameters, gpu_bytes)
+    spread = parallel.bytes_each(kind, parameters, training.processes(settings))
     return {
         "parameters": parameters,
-        "bytes_each": 4 * (4 * parameters + model.embed_tokens.weight.numel() + heads),
+        "parallel": kind,
+        "bytes_each": spread + 4 * (model.embed_tokens.weight.numel() + heads),
         "bytes_checkpoints": 4 * ((3 + keeps_best) * parameters * (checkpoint.KEEP + 1) + parameters),
     }
 
@@ -87,6 +100,16 @@ def _bytes_of_checkpoints(job: Job) -> int:
     return sum(path.stat().st_size for path in Path(job.folder).glob(f"checkpoints/{job.digest}.*.pt"))
 
 
+def smallest_gpu(settings: TrainingConfig, seen: dict[str, Any]) -> int | None:
+    """Bytes of the smallest GPU that training may come to use; None: it uses none, or none is seen."""
+    sizes = [device["total_mib"] * gpus.MIB for device in usable(seen)] if settings.gpus else []
+    return min(sizes, default=None)
+
+
+def usable(seen: dict[str, Any]) -> list[dict[str, Any]]:
+    return [device for device in seen["devices"] if device["state"] not in ("masked", "lost", "split")]
+
+
 def check_gpus(settings: Any, seen: dict[str, Any], bytes_each: int) -> list[str]:
     """UUIDs of the GPUs that training may come to use, whoever holds them now; none for a training on the CPU."""
     need = gpus.Need(settings.gpus, "training.gpus", bytes_each)
@@ -94,17 +117,17 @@ def check_gpus(settings: Any, seen: dict[str, Any], bytes_each: int) -> list[str
         return []
     if seen["nvml"] != "ok":
         raise UserError(gpus.no_driver(need, seen["nvml"]))
-    usable = [d for d in seen["devices"] if d["state"] not in ("masked", "lost", "split")]
-    if len(usable) < need.gpus:
+    devices = usable(seen)
+    if len(devices) < need.gpus:
         raise UserError(gpus.busy(seen, need, 0))
-    small = [d for d in usable if d["total_mib"] * gpus.MIB < bytes_each]
+    small = [d for d in devices if d["total_mib"] * gpus.MIB < bytes_each]
     if small:
         raise UserError(
             f"training.gpus: weights, gradients and optimiser take {size(bytes_each)} on each GPU, GPU "
             f"{small[0]['index']} has {size(small[0]['total_mib'] * gpus.MIB)}; lower draft.intermediate_size or "
             "draft.draft_vocab_size, or leave that GPU out with CUDA_VISIBLE_DEVICES"
         )
-    old = [d for d in usable if tuple(d["capability"]) < BF16_CAPABILITY]
+    old = [d for d in devices if tuple(d["capability"]) < BF16_CAPABILITY]
     if old and settings.compute_dtype == "bfloat16":
         raise UserError(
             f"training.compute_dtype: GPU {old[0]['index']} ({old[0]['name']}) has no bfloat16; set it to float32"
@@ -114,7 +137,7 @@ def check_gpus(settings: Any, seen: dict[str, Any], bytes_each: int) -> list[str
             f"training.gpus: {need.gpus} asked for, but this torch ({torch.__version__}) is built for CPUs; install "
             f"torch's CUDA build of the version in envs/trainer.txt into this environment, or set training.gpus: 0"
         )
-    return [d["uuid"] for d in usable]
+    return [d["uuid"] for d in devices]
 
 
 # --- one batch ---------------------------------------------------------------------------------------------------
@@ -132,12 +155,12 @@ def rehearse(job: Job, config: DraftModelConfig) -> dict[str, Any]:
             f"draft.draft_vocab_size say {config.vocab_size} and {config.draft_vocab_size}; delete it and run again"
         )
     indices = shortest_that_supervise(job)
-    reader = Documents(job.samples, config.num_aux_hidden_states)
+    reader = Documents(job.samples, config.num_aux_hidden_states, config.hidden_size)
     width = narrow_width(config)
     documents = [cut(reader.read(index), config, width) for index in indices]
     test = _trainer_of(job, narrow(config, width), mapping)
-    batch = reader.packed(indices, documents, test, torch.device("cpu"))
-    loss, sums = test(batch)
+    batch, plan = reader.packed(Pack(indices, documents), test, torch.device("cpu"))
+    loss, sums = test(batch, plan=plan)
     loss.backward()
     norms = [p.grad.norm() for p in test.model.parameters() if p.grad is not None]
     names = ", ".join(job.samples[index].path for index in indices)

@@ -24,7 +24,7 @@ from eagle3lib import export, targets
 from eagle3lib.draft_model import DraftCache, DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import load_sample
-from eagle3lib.loader import Documents, Sample
+from eagle3lib.loader import Documents, Pack, Sample
 from eagle3lib.training import Job
 from eagle3lib.training_time_test import SUMS, TrainingTimeTest, position_mask, reply_index, summarise
 from eagle3lib.vocab_mapping import VocabMapping
@@ -147,11 +147,11 @@ def trained_sums(job: Job, samples: Sequence[Sample]) -> Tensor:
     model.load_state_dict(tensors | {"embed_tokens.weight": targets.load_embedding(job.target)})
     head, mapping, training = targets.load_head(job.target), VocabMapping.load(job.mapping), job.training
     test = TrainingTimeTest(model, head, mapping, training.ttt_steps, training.step_decay)
-    documents = Documents(samples, aux_states)
+    documents = Documents(samples, aux_states, model.config.hidden_size)
     rows = []
     for index in range(len(samples)):
-        batch = documents.packed([index], [documents.read(index)], test, torch.device("cpu"))
-        sums = test(batch)[1]
+        batch, plan = documents.packed(Pack([index], [documents.read(index)]), test, torch.device("cpu"))
+        sums = test(batch, plan=plan)[1]
         rows.append(torch.stack([sums[name] for name in SUMS]))
     return torch.stack(rows)
 

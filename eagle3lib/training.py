@@ -2,14 +2,21 @@
 
 One optimiser step takes one pack of documents per process. A rank may hold several packs
 of a step (accumulation) or none; the loss is weighted by the counted tokens of all packs
-together, so how packs are dealt to ranks changes nothing but the order of a sum.
+together, so how packs are dealt to ranks changes nothing but the order of a sum. How
+weights and gradients lie on them: `eagle3lib.parallel`.
+
+A step waits for no device: what meets what is planned on the CPU, the ranks agree by CPU
+tensors, a step that must not count is left out by the optimiser's kernel, and a step's
+figures are read while the next one is computed.
 
 What resumes: weights, optimiser, place in the epoch, learning rate (a function of the
 tokens seen), random state, metrics file. Order and packing of an epoch depend on seed
-and epoch only.
+and epoch only. With as many processes as before, to the bit; with another number or kind
+(DDP, FSDP2) within the rounding of sums in another order.
 
 In `folder`: `model.safetensors` (by the names of `DraftModel.trainable()`, fp32), `training.json`,
-`metrics.jsonl`, `tensorboard/` (or what `training.trackers` leave), and `checkpoints/` until the training is finished.
+`metrics.jsonl`, `speed.jsonl` (what a clock says, so never twice the same), `tensorboard/` (or what `training.trackers`
+leave), and `checkpoints/` until the training is finished.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle3lib import __version__, checkpoint, targets, trackers, warm_start
+from eagle3lib import __version__, checkpoint, compilation, parallel, speed, targets, trackers, warm_start
 from eagle3lib.config import DraftConfig, TrainingConfig, plain
 from eagle3lib.disk import vanished
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
@@ -42,13 +49,18 @@ from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import load_sample
 from eagle3lib.job import Progress, atomic_write, file_lock, write_json
 from eagle3lib.lineage import file_sha256
-from eagle3lib.loader import Documents, Sample, epoch_packs, first_fit_decreasing, read_ahead, readers, taken
+from eagle3lib.loader import Documents, Pack, Sample, epoch_packs, first_fit_decreasing, read_ahead, readers, taken
 from eagle3lib.processes import end_with_parent
 from eagle3lib.targets import TargetInfo
-from eagle3lib.training_time_test import SUMS, Batch, TrainingTimeTest, summarise
+from eagle3lib.training_time_test import SUMS, Batch, Plan, TrainingTimeTest, summarise
 from eagle3lib.vocab_mapping import VocabMapping
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+SPEED_SECONDS = 15  # between two lines of speed.jsonl
+BY_SOURCE = (
+    *("loss", "acceptance_length", "prefix_of_supervised"),
+    *("accuracy_of_supervised", "accuracy_of_counted", "supervised"),
+)
 
 
 class Interrupted(SystemExit):
@@ -200,27 +212,32 @@ class Trainer:
         self.train = [i for i, sample in enumerate(job.samples) if sample.split == "train"]
         self.validation = [i for i, sample in enumerate(job.samples) if sample.split == "validation"]
         aux_states = len(load_sample(job.samples[0].path)["hidden_states"]) - 1
-        self.documents = Documents(job.samples, aux_states)
+        pinned = ranks.device.type == "cuda"
+        self.documents = Documents(job.samples, aux_states, job.target.hidden_size, pinned)
         self.model = self._initial_model(warm_start.model_config(job.draft, job.target, aux_states, mapping), mapping)
-        self.parameters = self.model.trainable()
-        training, head = job.training, targets.load_head(job.target).to(ranks.device)
-        dtype = getattr(torch, training.compute_dtype)
-        options = (training.ttt_steps, training.step_decay, dtype, training.loss)
-        self.test = TrainingTimeTest(self.model, head, mapping, *options)
+        self.spread = self._spread(mapping)
+        self.test = self.spread.test
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), betas=training.betas, weight_decay=training.weight_decay, fused=True
+            self.spread.parameters.values(),
+            betas=job.training.betas,
+            weight_decay=job.training.weight_decay,
+            fused=True,
         )
-        self.total_tokens = sum(self.lengths[i] for epoch in range(training.epochs) for i in self._taken(epoch))
+        epochs = job.training.epochs
+        self.total_tokens = sum(self.lengths[i] for epoch in range(epochs) for i in self._taken(epoch))
         if self.train and not self.total_tokens:
             raise UserError("dataset.conversations: their weights leave no sample to any epoch; raise one")
         self.epoch = self.packs_done = self.steps = self.tokens = 0
-        self.seconds_before = self.waited = 0.0  # waited: for documents, since this process began
+        self.seconds_before = 0.0
         self.epoch_sums = self._no_sums()
         self.results: dict[str, Any] = {}
-        self.best = Best(training.early_stopping_epochs)
+        self.best = Best(job.training.early_stopping_epochs, job.training.best_by)
+        self.deferred = Deferred(self._report)
 
     def run(self) -> dict[str, Any]:
         self.started = self.saved_at = time.monotonic()
+        rate = speed.matmul_rate(self.ranks.device, self.test.compute_dtype)
+        self.speed = speed.Speedometer(self.model.config, self.ranks.sum(torch.tensor(rate)).item())
         with Log(self.job, self.ranks.rank == 0) as self.log, readers() as self.readers:
             self._resume()
             self.progress = Progress(self.total_tokens, "tokens", "train_draft_model")
@@ -239,64 +256,68 @@ class Trainer:
         each = self.ranks.packs_per_step
         steps = [packs[start : start + each] for start in range(self.packs_done, len(packs), each)]
         mine = [self.ranks.mine(step) for step in steps]
-        for step, documents in zip(steps, self._read(mine), strict=True):
-            self._step(step, documents)
+        for step, read in zip(steps, self._read(mine), strict=True):
+            self._step(step, read)
             self.packs_done += len(step)
             self._control()
+        self.deferred.flush()
 
     def _taken(self, epoch: int) -> list[int]:
         return taken(self.job.samples, self.train, epoch)
 
-    def _step(self, packs: list[list[int]], documents: list[list[Batch]]) -> None:
-        """One step of the optimiser on the packs of all ranks; `documents` are those of this rank's packs."""
-        device, test = self.ranks.device, self.test
-        pairs = zip(self.ranks.mine(packs), documents, strict=True)
-        batches = [self.documents.packed(pack, docs, test, device) for pack, docs in pairs]
-        counted = sum((test.counted(b) for b in batches), torch.zeros(test.steps, dtype=torch.int64, device=device))
-        weights = test.step_weights(self.ranks.sum(counted))
-        sums = self._no_sums()
-        for batch in batches:
-            loss, these = test(batch, weights)
-            loss.backward()
-            sums += _stack(these)
-        norm = self._sum_gradients()
+    def _step(self, packs: list[list[int]], mine: list[Pack]) -> None:
+        """One step of the optimiser on the packs of all ranks; `mine`: those of this rank, read."""
+        batches = [self.documents.packed(pack, self.test, self.ranks.device) for pack in mine]
+        counted = sum((plan.counted for _, plan in batches), torch.zeros(self.test.steps, dtype=torch.int64))
         tokens = sum(self.lengths[i] for pack in packs for i in pack)
         rate = learning_rate(self.training, (self.tokens + tokens / 2) / self.total_tokens)  # at the middle of the step
+        figures = self._update(batches, self.test.step_weights(self.ranks.sum(counted)), rate)
+        self.steps += 1
+        self.tokens += tokens
+        where = {"step": self.steps, "epoch": self.epoch, "tokens": self.tokens}
+        self.deferred.put(figures, {"kind": "train", **where, "learning_rate": rate}, tokens)
+
+    def _update(self, batches: list[tuple[Batch, Plan]], weights: Tensor, rate: float) -> Tensor:
+        """Gradients, optimiser, sums: all that is on the device, which is not waited for; figures for `_report`."""
+        sums = self._no_sums()
+        for these in self.spread.backward(batches, weights):
+            sums += _stack(these)
+        norm = self.spread.clip(self.training.max_grad_norm)
+        # Where it is not finite the optimiser's kernel does nothing, and `_report` ends the training.
+        self.optimizer.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.steps += 1
-        self.tokens += tokens
-        self._report(self.ranks.sum(sums), tokens, rate, norm)
+        self.epoch_sums += self.ranks.sum(sums)
+        return torch.cat([sums.sum(1).flatten(), norm.double().view(1)])
 
-    def _sum_gradients(self) -> float:
-        """Add up gradients over the ranks, clip; the norm before clipping. A rank without a pack adds zeros."""
-        for p in self.parameters.values():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            self.ranks.sum(p.grad)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.training.max_grad_norm).item()
+    def _report(self, figures: Tensor, line: dict[str, Any], tokens: int) -> None:
+        """A step's line, when its figures are on the CPU: sums [SUMS, K], flattened, and the norm of the gradient."""
+        sums, norm = _unstack(figures[:-1].view(len(SUMS), -1)), figures[-1].item()
         if not math.isfinite(norm):
             raise UserError(
-                f"training: step {self.steps + 1}: the gradient is not finite; lower training.learning_rate "
+                f"training: step {line['step']}: the gradient is not finite; lower training.learning_rate "
                 f"(checkpoints from before are in {self.folder / 'checkpoints'})"
             )
-        return norm
-
-    def _report(self, sums: Tensor, tokens: int, rate: float, norm: float) -> None:
-        self.epoch_sums += sums
-        figures = summarise(_unstack(sums), self.training.step_decay)
-        where = {"kind": "train", "step": self.steps, "epoch": self.epoch, "tokens": self.tokens}
-        self.log.write(where | {"learning_rate": rate, "gradient_norm": norm} | figures)
+        found = summarise(sums, self.training.step_decay)
+        self.log.write(line | {"gradient_norm": norm} | found)
+        self.speed.step(tokens, sums["supervised"].tolist(), sums["counted"].tolist())
+        if time.monotonic() - self.speed.last > SPEED_SECONDS:
+            self._report_speed(line["step"])
         if self.ranks.rank == 0:
-            shown = {"loss": figures["loss"], "accuracy": figures["accuracy_of_supervised"][0]}
-            self.progress.update(tokens, epoch=self.epoch + 1, **shown)
+            self.progress.update(
+                tokens, epoch=line["epoch"] + 1, loss=found["loss"], accuracy=found["accuracy_of_supervised"][0]
+            )
+
+    def _report_speed(self, step: int) -> None:
+        memory = speed.peak_memory(self.ranks.device) / 2**30
+        self.log.write_speed({"kind": "speed", "step": step, **self.speed.since_last(), "memory_gib": memory})
 
     def _control(self) -> None:
         """All ranks agree, at the same step, whether to stop or to save."""
         due = time.monotonic() - self.saved_at > 60 * self.training.checkpoint_minutes and self.ranks.rank == 0
-        flags = torch.tensor([float(self.stop(self.steps)), float(due)], device=self.ranks.device)
+        flags = torch.tensor([float(self.stop(self.steps)), float(due)])
         stop, save = self.ranks.sum(flags).bool().tolist()
         if save or stop:
             self._save()
@@ -309,34 +330,45 @@ class Trainer:
     def _finish_epoch(self) -> None:
         """Validate, report, checkpoint: the state saved is the beginning of the next epoch."""
         where = {"step": self.steps, "epoch": self.epoch, "tokens": self.tokens}
-        self.results["train"] = summarise(_unstack(self.epoch_sums), self.training.step_decay)
+        self._report_speed(self.steps)
+        self.results["train"] = self._figures(self.epoch_sums)
         self.log.write({"kind": "epoch", **where, **self.results["train"]})
         if self.validation:
-            self.results["validation"] = summarise(_unstack(self._validate()), self.training.step_decay)
+            self.results["validation"] = self._figures(self._validate())
             self.log.write({"kind": "validation", **where, **self.results["validation"]})
-            self.best.offer(self.epoch, self.results, lambda: self.parameters)
+            self.best.offer(self.epoch, self.results, self.spread.weights)
         self.epoch, self.packs_done, self.epoch_sums = self.epoch + 1, 0, self._no_sums()
         self._save()
 
-    @torch.no_grad()
     def _validate(self) -> Tensor:
         """Sums over the held-out samples, packs dealt to the ranks."""
         packs = first_fit_decreasing(self.validation, self.lengths, self.training.batch_tokens)
-        sums, mine = self._no_sums(), self.ranks.mine(packs)
-        for pack, (documents,) in zip(mine, self._read([[pack] for pack in mine]), strict=True):
-            sums += _stack(self.test(self.documents.packed(pack, documents, self.test, self.ranks.device))[1])
+        sums = self._no_sums()
+        with self.spread.evaluating() as test:
+            for (pack,) in self._read([[pack] for pack in self.ranks.mine(packs)]):
+                batch, plan = self.documents.packed(pack, test, self.ranks.device)
+                sums += _stack(test(batch, plan=plan)[1])
         return self.ranks.sum(sums)
 
-    def _read(self, steps: Sequence[Sequence[list[int]]]) -> Iterator[list[list[Batch]]]:
+    def _figures(self, sums: Tensor) -> dict[str, Any]:
+        """Of sums [SUMS, sources, K]: in all, and `by_source` where there are several."""
+        found = summarise(_unstack(sums.sum(1)), self.training.step_decay)
+        if len(self.documents.sources) > 1:
+            each = zip(self.documents.sources, sums.cpu().unbind(1), strict=True)
+            of = {name: summarise(_unstack(one), self.training.step_decay) for name, one in each if one.any()}
+            found["by_source"] = {name: {key: one[key] for key in BY_SOURCE} for name, one in of.items()}
+        return found
+
+    def _read(self, steps: Sequence[Sequence[list[int]]]) -> Iterator[list[Pack]]:
         """`loader.read_ahead`, with the time counted that a step waits for it."""
         ahead = read_ahead(self.documents, steps, self.readers)
         while True:
             start = time.monotonic()
-            documents = next(ahead, None)
-            self.waited += time.monotonic() - start
-            if documents is None:
+            packs = next(ahead, None)
+            self.speed.waited += time.monotonic() - start
+            if packs is None:
                 return
-            yield documents
+            yield packs
 
     # state
 
@@ -354,15 +386,45 @@ class Trainer:
             print(f"initial weights out of the target: {', '.join(done) or 'none fits'}")
         return model.to(self.ranks.device)
 
+    def _spread(self, mapping: VocabMapping) -> parallel.Spread:
+        """The loss and its model over the ranks, all of which start from rank 0's weights."""
+        training, device = self.training, self.ranks.device
+        if training.compile:
+            compilation.check()
+            compilation.compile_parts(self.model)
+        test = TrainingTimeTest(
+            self.model,
+            targets.load_head(self.job.target).to(device),
+            mapping,
+            training.ttt_steps,
+            training.step_decay,
+            getattr(torch, training.compute_dtype),
+            training.loss,
+            training.recompute,
+            sources=len(self.documents.sources),
+        )
+        trained = self.model.trainable().values()
+        for p in trained:
+            self.ranks.same(p.data)
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        kind = parallel.choose(training.parallel, sum(p.numel() for p in trained), memory)
+        choice = torch.tensor(parallel.KINDS.index(kind))
+        self.ranks.same(choice)  # GPUs may differ
+        return parallel.spread(test, self.ranks.world, parallel.KINDS[int(choice)], device)
+
     def _save(self) -> None:
+        self.deferred.flush()
         self.saved_at = time.monotonic()
+        if self.ranks.rank and not self.spread.shared:
+            return
+        weights, optimizer = self.spread.weights(), self.spread.optimizer_state(self.optimizer)
         if self.ranks.rank:
             return
         if not self.folder.exists():  # a checkpoint must not make it again below a volume that is gone
             raise vanished(self.folder)
         state = {
-            "model": {name: p.detach() for name, p in self.parameters.items()},
-            "optimizer": self.optimizer.state_dict(),
+            "model": weights,
+            "optimizer": optimizer,
             "rng": torch.get_rng_state(),
             "epoch_sums": self.epoch_sums,
             "results": self.results,
@@ -375,10 +437,11 @@ class Trainer:
 
     def _resume(self) -> None:
         state = checkpoint.latest(self.folder / "checkpoints", self.job.digest)
+        self._agree_on(state["steps"] if state else 0)
         self.log.start(state["metrics_bytes"] if state else 0, state["steps"] if state else 0)
         if state is not None:
-            self.model.load_state_dict(state["model"], strict=False)
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.spread.load_weights(state["model"])
+            self.spread.load_optimizer_state(self.optimizer, state["optimizer"])
             torch.set_rng_state(state["rng"])
             self.epoch_sums = state["epoch_sums"].to(self.ranks.device)
             self.results, self.seconds_before = state["results"], state["seconds"]
@@ -386,12 +449,20 @@ class Trainer:
             for name in ("epoch", "packs_done", "steps", "tokens"):
                 setattr(self, name, state[name])
             print(f"training goes on at step {self.steps} (epoch {self.epoch + 1} of {self.training.epochs})")
-        for p in self.parameters.values():
-            self.ranks.same(p.data)
+
+    def _agree_on(self, steps: int) -> None:
+        """Every rank reads its checkpoint itself: where one sees another folder, or a damaged file, nobody goes on."""
+        first = torch.tensor(steps)
+        self.ranks.same(first)
+        if first != steps:
+            raise UserError(
+                f"training: rank {self.ranks.rank} finds the checkpoint of step {steps} in {self.folder}, rank 0 that "
+                f"of step {int(first)}; all nodes must see one folder: mount it there, then run the same command again"
+            )
 
     def _finish(self) -> dict[str, Any]:
         best = self.best.state
-        weights = best.get("weights") or {n: p.detach().cpu().contiguous() for n, p in self.parameters.items()}
+        weights = best.get("weights") or self.spread.weights()
         data = safetensors.torch.save(weights, metadata={"format": "pt"})
         result = {
             "digest": self.job.digest,
@@ -405,9 +476,10 @@ class Trainer:
             "steps": self.steps,
             "tokens": self.tokens,
             "seconds": self._seconds(),
-            "loader_wait": self.waited / (time.monotonic() - self.started),
+            **self.speed.overall(),
+            "peak_memory": speed.peak_memory(self.ranks.device),
             "processes": self.ranks.world,
-            "parameters": sum(p.numel() for p in self.parameters.values()),
+            "parameters": sum(p.numel() for p in self.spread.parameters.values()),
             "weights_sha256": hashlib.sha256(data).hexdigest(),
             "versions": {"eagle3lib": __version__, "torch": torch.__version__},
         }
@@ -423,7 +495,33 @@ class Trainer:
         return self.seconds_before + time.monotonic() - self.started
 
     def _no_sums(self) -> Tensor:
-        return torch.zeros(len(SUMS), self.training.ttt_steps, dtype=torch.float64, device=self.ranks.device)
+        return torch.stack([self.test.no_sums()] * len(SUMS))
+
+
+class Deferred:
+    """Figures of a step, read while the next one is computed."""
+
+    def __init__(self, then: Callable[..., None]):
+        """then: called with the figures, on the CPU, and all else that was put beside them."""
+        self.then = then
+        self.held: tuple[Tensor, torch.cuda.Event | None, tuple[Any, ...]] | None = None
+
+    def put(self, figures: Tensor, *about: Any) -> None:
+        """Have them copied, and read those of the step before."""
+        copy, copied = figures.to("cpu", non_blocking=True), None
+        if figures.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record()
+        self.flush()
+        self.held = copy, copied, about
+
+    def flush(self) -> None:
+        if self.held is None:
+            return
+        (copy, copied, about), self.held = self.held, None
+        if copied is not None:
+            copied.synchronize()
+        self.then(copy, *about)
 
 
 def _stack(sums: dict[str, Tensor]) -> Tensor:
@@ -439,10 +537,17 @@ def check_samples(job: Job) -> None:
         raise UserError(
             "training: no sample is in the split 'train'; lower dataset.validation_fraction or add conversations"
         )
-    if job.training.early_stopping_epochs and not any(sample.split == "validation" for sample in job.samples):
+    asked = next((name for name in ("early_stopping_epochs", "best_by") if getattr(job.training, name)), None)
+    if asked and not any(sample.split == "validation" for sample in job.samples):
         raise UserError(
-            "training.early_stopping_epochs: no sample is held out to tell which epoch is the best; raise "
+            f"training.{asked}: no sample is held out to tell which epoch is the best; raise "
             "dataset.validation_fraction, or leave it out"
+        )
+    held_out = sorted({sample.source for sample in job.samples if sample.split == "validation"})
+    if job.training.best_by and job.training.best_by not in ("validation", *held_out):
+        raise UserError(
+            f"training.best_by: no held-out sample is of {job.training.best_by!r}; known here: "
+            f"{', '.join(['validation', *held_out])}"
         )
     room = job.training.batch_tokens
     for sample in job.samples:
@@ -481,6 +586,7 @@ class Log:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = open(self.folder / "metrics.jsonl", "ab")  # noqa: SIM115 - closed by __exit__
         self.file.truncate(min(keep_bytes, self.file.tell()))
+        self.speed = open(self.folder / "speed.jsonl", "ab")  # noqa: SIM115 - the same
         training = self.job.training
         run = trackers.Run(self.job.digest, training.tracker_project, self.folder, plain(training), steps)
         self.trackers = trackers.Trackers(training.trackers, run)
@@ -493,24 +599,39 @@ class Log:
         if not self.writes:
             return
         self.file.write((json.dumps(line | {"accuracy": line["accuracy_of_supervised"]}) + "\n").encode())
-        scalars: dict[str, float] = {}
-        for name, value in line.items():
-            values = {f"/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {"": value}
-            if name not in ("kind", "step"):
-                scalars |= {f"{line['kind']}/{name}{suffix}": number for suffix, number in values.items()}
-        self.trackers.log(scalars, line["step"])
+        self._track(line)
+
+    def write_speed(self, line: dict[str, Any]) -> None:
+        """What a clock says: beside the metrics, which are the same for the same training."""
+        if self.writes:
+            self.speed.write((json.dumps(line | {"time": round(time.time(), 3)}) + "\n").encode())
+            self._track(line)
+
+    def _track(self, line: dict[str, Any]) -> None:
+        shown = {name: value for name, value in line.items() if name not in ("kind", "step")}
+        self.trackers.log(scalars(shown, line["kind"]), line["step"])
 
     def flush(self) -> int:
         """Make it durable; the length of the file in bytes."""
         self.file.flush()
         os.fsync(self.file.fileno())
+        self.speed.flush()
         self.trackers.flush()
         return self.file.tell()
 
     def __exit__(self, *_: object) -> None:
         if self.writes and hasattr(self, "file"):
             self.file.close()
+            self.speed.close()
             self.trackers.close()
+
+
+def scalars(value: Any, name: str) -> dict[str, float]:
+    """A number, or lists and dicts of numbers, by paths that begin with `name`."""
+    if not isinstance(value, (list, dict)):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {path: number for key, one in items for path, number in scalars(one, f"{name}/{key}").items()}
 
 
 # --- several processes -------------------------------------------------------------------------------------------
@@ -594,7 +715,8 @@ def main() -> None:
 
 
 def _work(job: Job) -> None:
-    dist.init_process_group("nccl" if job.training.gpus else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    # On the CPU the ranks agree without waiting for their GPUs.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if job.training.gpus else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         train(job)
     except UserError as error:

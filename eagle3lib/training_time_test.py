@@ -13,8 +13,9 @@ Three ideas keep it cheap, and none is an approximation:
 
 - Only slots that supervise something are computed; of all others (the prompt) only
   keys and values of step 0 are needed.
-- At step i a slot sees the causal keys of step 0 plus i keys of its own. The first
-  part is a flash kernel, the rest a handful of dot products, merged by log-sum-exp.
+- What the projections make of a token's embedding is the same at every step: it is
+  made once a token. The attention is a flash kernel and a few dot products
+  (`eagle3lib.attention`).
 - The two heads meet rows in chunks, all steps of a chunk together: the target's
   softmax is made once for all steps, and the gradient is made with the loss, so
   no [T, V] tensor ever exists and nothing is computed twice.
@@ -31,9 +32,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from eagle3lib.draft_model import DraftModel
+from eagle3lib.attention import View, merged_attention, send
+from eagle3lib.draft_model import DraftModel, Read
 from eagle3lib.losses import LOSSES, Loss
 from eagle3lib.vocab_mapping import VocabMapping
 
@@ -81,7 +84,8 @@ class Batch:
 
     input_ids, positions (restart per document), documents, replies (-1 outside; unique across documents):
     int64 [T]. aux [T, L*H], last [T, H] (post-norm): any float dtype. target_tokens: int64 [T], the target's
-    argmax over the full vocabulary in rows that supervise (`TrainingTimeTest.target_tokens`), -1 elsewhere.
+    argmax over the full vocabulary in rows that supervise (`TrainingTimeTest.target_tokens`), -1 elsewhere. sources
+    int64 [T]: the number of the source that each token's document is from.
     """
 
     input_ids: Tensor
@@ -91,11 +95,18 @@ class Batch:
     documents: Tensor
     replies: Tensor
     target_tokens: Tensor
+    sources: Tensor
     lengths: tuple[int, ...]
 
     @classmethod
     def document(
-        cls, input_ids: Tensor, aux: Tensor, last: Tensor, replies: Tensor, target_tokens: Tensor | None = None
+        cls,
+        input_ids: Tensor,
+        aux: Tensor,
+        last: Tensor,
+        replies: Tensor,
+        target_tokens: Tensor | None = None,
+        source: int = 0,
     ) -> Batch:
         """One document; `target_tokens` may be filled in later (`TrainingTimeTest.with_target_tokens`)."""
         tokens = input_ids.numel()
@@ -108,22 +119,25 @@ class Batch:
             documents=torch.zeros(tokens, dtype=torch.int64),
             replies=replies,
             target_tokens=unknown if target_tokens is None else target_tokens,
+            sources=torch.full((tokens,), source),
             lengths=(tokens,),
         )
 
     @classmethod
-    def pack(cls, batches: Sequence[Batch]) -> Batch:
-        """Several batches as one; documents and replies are renumbered so that they stay distinct."""
+    def pack(cls, batches: Sequence[Batch], states: tuple[Tensor, Tensor] | None = None) -> Batch:
+        """Several batches as one; documents and replies are renumbered so that they stay distinct.
+
+        states: aux [T, L*H] and last [T, H] of all of them, where they already lie one after the other.
+        """
         documents, replies, next_document, next_reply = [], [], 0, 0
         for b in batches:
             documents.append(b.documents + next_document)
             replies.append(torch.where(b.replies >= 0, b.replies + next_reply, -1))
             next_document += len(b.lengths)
             next_reply = max(next_reply, int(replies[-1].max()) + 1)
-        joined = {
-            name: torch.cat([getattr(b, name) for b in batches])
-            for name in ("input_ids", "aux", "last", "positions", "target_tokens")
-        }
+        names = ["input_ids", "positions", "target_tokens", "sources", *(() if states else ("aux", "last"))]
+        joined = {name: torch.cat([getattr(b, name) for b in batches]) for name in names}
+        joined |= dict(zip(("aux", "last"), states, strict=True)) if states else {}
         lengths = tuple(n for b in batches for n in b.lengths)
         return cls(documents=torch.cat(documents), replies=torch.cat(replies), lengths=lengths, **joined)
 
@@ -131,154 +145,7 @@ class Batch:
         return replace(self, target_tokens=target_tokens)
 
     def to(self, device: torch.device) -> Batch:
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
-
-
-# --- attention ---------------------------------------------------------------------------------------------------
-
-
-def merged_attention(
-    q: Tensor, k0: Tensor, v0: Tensor, rows: Tensor, lengths: Sequence[int], diagonal: Sequence[tuple[Tensor, Tensor]]
-) -> Tensor:
-    """Causal attention to step 0 within each document, and to the slot's own later keys, in one fp32 softmax.
-
-    q [N, heads, D]: the slots `rows` (int64 [N], ascending) of the T tokens. k0, v0 [T, KV heads, D]: step 0, all
-    tokens. diagonal: k, v [N, KV heads, D] of steps 1..i, the query's own step last. Values may be narrower than keys.
-    Returns [N, heads, D of the values].
-    """
-    if q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16):
-        narrower = q.shape[-1] - v0.shape[-1]
-        if narrower:  # latent attention: the kernel takes one size only, and zeros add nothing
-            wide = [(k, F.pad(v, (0, narrower))) for k, v in [(k0, v0), *diagonal]]
-            return merged_attention(q, *wide[0], rows, lengths, wide[1:])[..., :-narrower]
-        group = q.shape[1] // k0.shape[1]
-        k0, v0 = k0.repeat_interleave(group, dim=1), v0.repeat_interleave(group, dim=1)
-        later = [tensor for pair in diagonal for tensor in pair]
-        return _MergedFlash.apply(q, k0, v0, rows, tuple(lengths), *later)
-    return _explicit_attention(q, k0, v0, rows, lengths, diagonal)
-
-
-def _explicit_attention(
-    q: Tensor, k0: Tensor, v0: Tensor, rows: Tensor, lengths: Sequence[int], diagonal: Sequence[tuple[Tensor, Tensor]]
-) -> Tensor:
-    """The same with the scores written out per document: for devices without the CPU's flash kernel."""
-    n, heads, size = q.shape
-    q = q.view(n, k0.shape[1], -1, size) * size**-0.5
-    own = [torch.einsum("nkgd,nkd->nkg", q, k).float().unsqueeze(-1) for k, _ in diagonal]
-    outputs = []
-    for start, end, a, b in _spans(lengths, rows):
-        scores = torch.einsum("nkgd,tkd->nkgt", q[a:b], k0[start:end]).float()
-        future = torch.arange(start, end, device=q.device) > rows[a:b, None]
-        scores = scores.masked_fill(future[:, None, None], float("-inf"))
-        p = torch.cat([scores, *(s[a:b] for s in own)], dim=-1).softmax(dim=-1).to(v0.dtype)
-        out = torch.einsum("nkgt,tkd->nkgd", p[..., : end - start], v0[start:end])
-        for step, (_, v) in enumerate(diagonal):
-            out = out + p[..., end - start + step, None] * v[a:b, :, None]
-        outputs.append(out)
-    return torch.cat(outputs).reshape(n, heads, -1)
-
-
-def _spans(lengths: Sequence[int], rows: Tensor) -> list[tuple[int, int, int, int]]:
-    """(start, end, a, b) for each document that has rows: its tokens, and which of `rows` lie in it."""
-    ends = torch.tensor(lengths).cumsum(0)
-    cuts = torch.searchsorted(rows.cpu(), ends).tolist()
-    ends = ends.tolist()
-    spans = zip([0, *ends[:-1]], ends, [0, *cuts[:-1]], cuts, strict=True)
-    return [(start, end, a, b) for start, end, a, b in spans if b > a]
-
-
-class _MergedFlash(torch.autograd.Function):
-    """`merged_attention` by the CPU's flash kernel, whose log-sum-exp carries no gradient of its own.
-
-    With the *merged* output and log-sum-exp handed to the kernel's backward, its gradients are exact:
-    p = exp(s - lse) are then the merged softmax's weights, and the only other term, sum(grad * out), is the
-    merged output's. The slot's own keys get the same formula written out.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k0, v0, rows, lengths, *later):
-        out, lse = _flash_documents(q, k0, v0, rows, lengths)
-        if later:
-            scores = _own_scores(q, later[0::2])
-            merged = torch.logaddexp(lse[rows], scores.logsumexp(dim=0))
-            own = out[rows] * (lse[rows] - merged).exp().unsqueeze(-1)
-            weights = (scores - merged).exp().to(q.dtype)
-            for p, v in zip(weights, later[1::2], strict=True):
-                own += _times_kv(p, v)
-            out[rows], lse[rows] = own.to(out.dtype), merged
-        ctx.lengths = lengths
-        ctx.save_for_backward(q, k0, v0, rows, out, lse, *later)
-        return out[rows]
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k0, v0, rows, out, lse, *later = ctx.saved_tensors
-        dq, dk0, dv0 = _flash_documents_backward(grad, q, k0, v0, rows, out, lse, ctx.lengths)
-        scale, later_grads = q.shape[-1] ** -0.5, []
-        if later:
-            inner = (grad * out[rows]).sum(-1, dtype=torch.float32)
-            weights = (_own_scores(q, later[0::2]) - lse[rows]).exp()
-            for p, k, v in zip(weights, later[0::2], later[1::2], strict=True):
-                dp = _dot_kv(grad, v)
-                ds = (p * (dp - inner) * scale).to(q.dtype)
-                dq += _times_kv(ds, k)
-                later_grads += [_sum_groups(ds, q, k), _sum_groups(p.to(q.dtype), grad, v)]
-        return dq, dk0, dv0, None, None, *later_grads
-
-
-def _dot_kv(x: Tensor, k: Tensor) -> Tensor:
-    """x [N, heads, D] with each group's k [N, KV heads, D] -> fp32 [N, heads]."""
-    n, heads, size = x.shape
-    return (x.view(n, k.shape[1], -1, size) * k.unsqueeze(2)).sum(-1, dtype=torch.float32).view(n, heads)
-
-
-def _times_kv(p: Tensor, v: Tensor) -> Tensor:
-    """p [N, heads] times each group's v [N, KV heads, D] -> [N, heads, D]."""
-    n, kv, size = v.shape
-    return (p.view(n, kv, -1, 1) * v.unsqueeze(2)).view(n, -1, size)
-
-
-def _sum_groups(p: Tensor, x: Tensor, like: Tensor) -> Tensor:
-    """Sum over each group of p [N, heads] times x [N, heads, D] -> [N, KV heads, D] as `like`."""
-    return (p.unsqueeze(-1) * x).unflatten(1, (like.shape[1], -1)).sum(2)
-
-
-def _own_scores(q: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    """Scaled scores of the slots' own later keys, fp32 [steps, N, heads]."""
-    return torch.stack([_dot_kv(q, k) for k in keys]) * q.shape[-1] ** -0.5
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).unsqueeze(0)
-
-
-def _flash_documents(q, k, v, rows, lengths) -> tuple[Tensor, Tensor]:
-    """Causal attention of `rows` in their documents: out [T, heads, D] and lse fp32 [T, heads]; other rows: any."""
-    full = torch.zeros(k.shape[0], *q.shape[1:], dtype=q.dtype)
-    full[rows] = q
-    out, lse = torch.zeros_like(full), torch.zeros(full.shape[:2])
-    for start, end, _, _ in _spans(lengths, rows):
-        one = [_heads_first(x[start:end]) for x in (full, k, v)]
-        o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*one, 0.0, True)
-        out[start:end], lse[start:end] = o[0].transpose(0, 1), s[0].transpose(0, 1)
-    return out, lse
-
-
-def _flash_documents_backward(grad, q, k, v, rows, out, lse, lengths) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q [N, heads, D] and k, v [T, heads, D]. Rows without a query have no gradient, so add nothing."""
-    full_q, full_grad = torch.zeros_like(out), torch.zeros_like(out)
-    full_q[rows], full_grad[rows] = q, grad
-    dq, dk, dv = torch.zeros_like(out), torch.zeros_like(k), torch.zeros_like(v)
-    for start, end, _, _ in _spans(lengths, rows):
-        g, one_q, one_k, one_v, o = (_heads_first(x[start:end]) for x in (full_grad, full_q, k, v, out))
-        s = lse[start:end].t().unsqueeze(0)
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, one_q, one_k, one_v, o, s, 0.0, True
-        )
-        for whole, part in zip((dq, dk, dv), grads, strict=True):
-            whole[start:end] = part[0].transpose(0, 1)
-    return dq[rows], dk, dv
+        return replace(self, **{k: send(v, device) for k, v in vars(self).items() if isinstance(v, Tensor)})
 
 
 # --- the two heads and the loss ----------------------------------------------------------------------------------
@@ -305,15 +172,20 @@ class _HeadLoss(torch.autograd.Function):
             p = (last[part] @ target_head.t()).softmax(dim=-1)
             for step, slot in enumerate(slots[:, part]):
                 x = hidden[step].index_select(0, slot)
-                log_q = (x @ head.t()).float().log_softmax(dim=-1)
-                per_row[1, step, part] = (log_q.max(dim=-1).indices == wanted[part]).float()
+                logits = (x @ head.t()).float()
+                q = logits.softmax(dim=-1)
+                top, best = logits.max(dim=-1)
+                lse = top - q.gather(1, best.unsqueeze(1)).squeeze(1).log()
+                per_row[1, step, part] = (best == wanted[part]).float()
                 if not wants_grad:
-                    per_row[2, step, part] = torch.minimum(p, log_q.exp()).sum(dim=-1)
-                per_row[0, step, part], d = loss(p, log_q, wants_grad)
+                    per_row[2, step, part] = torch.minimum(p, q).sum(dim=-1)
+                per_row[0, step, part], d = loss(p, q, logits, lse, wants_grad)
                 if d is None:
                     continue
-                d = d.mul_(weights[step, part, None]).to(x.dtype)
-                d_hidden[step].index_add_(0, slot, d @ head)
+                # The weight of a row goes to its H numbers, not to its Vd.
+                d, weight = d.to(x.dtype), weights[step, part, None].to(x.dtype)
+                d_hidden[step].index_add_(0, slot, (d @ head).mul_(weight))
+                x = x.mul_(weight)
                 d_head.addmm_(d.t(), x) if d.dtype == d_head.dtype else d_head.add_(d.t() @ x)
         ctx.save_for_backward(d_hidden, d_head)
         ctx.mark_non_differentiable(per_row)
@@ -328,7 +200,7 @@ class _HeadLoss(torch.autograd.Function):
 # --- the training-time test --------------------------------------------------------------------------------------
 
 
-class TrainingTimeTest:
+class TrainingTimeTest(nn.Module):
     """The loss of a draft model on packed batches.
 
     With S_i = sum over counted slots of loss(p~, q), N_i = the number of counted slots, p~ the target's softmax over
@@ -347,10 +219,15 @@ class TrainingTimeTest:
         step_decay: float,
         compute_dtype: torch.dtype = torch.float32,
         loss: str = "soft_ce",
+        recompute: bool = False,
+        sources: int | None = None,
     ):
-        """target_head [V, H] in any dtype, on the model's device. loss: a name in `losses.LOSSES`."""
+        """target_head [V, H] in any dtype, on the model's device. loss: a name in `losses.LOSSES`. recompute: make what
+        a draft step leaves for its backward pass again instead of keeping it. sources: see `forward`."""
+        super().__init__()
         self.model, self.mapping, self.steps, self.compute_dtype = model, mapping, steps, compute_dtype
         self.loss: Loss = LOSSES[loss]
+        self.recompute, self.sources = recompute, sources
         self.target_head = target_head  # as it is: of a large target it is mapped from its file
         self.draft_rows = target_head[mapping.target_ids.to(target_head.device)].float()
         decay = step_decay ** torch.arange(steps, dtype=torch.float64)
@@ -368,10 +245,12 @@ class TrainingTimeTest:
         tokens = torch.zeros(len(rows), dtype=torch.int64, device=last.device)
         for first, some in enumerate(self.target_head.split(FULL_HEAD_ROWS)):
             head = some.float().t()
-            for part in torch.arange(len(rows), device=last.device).split(FULL_HEAD_ROWS):
+            for a in range(0, len(rows), FULL_HEAD_ROWS):
+                part = slice(a, a + FULL_HEAD_ROWS)
                 value, index = (last[part] @ head).max(dim=-1)
                 better = value > best[part]  # of equals the first, as argmax
-                best[part[better]], tokens[part[better]] = value[better], index[better] + first * FULL_HEAD_ROWS
+                tokens[part] = torch.where(better, index + first * FULL_HEAD_ROWS, tokens[part])
+                best[part] = torch.where(better, value, best[part])
         found = torch.full_like(batch.input_ids, -1)
         found[rows] = tokens.to(found.device)
         return found
@@ -379,28 +258,33 @@ class TrainingTimeTest:
     def with_target_tokens(self, batch: Batch) -> Batch:
         return batch.with_tokens(self.target_tokens(batch))
 
-    def counted(self, batch: Batch) -> Tensor:
-        """int64 [K]: the N_i of a batch. They need no pass of the model, so several ranks can add theirs first."""
-        return torch.stack([(row >= 0).sum() for row in self._plan(batch).slots])
-
     def step_weights(self, counted: Tensor) -> Tensor:
         """float64 [K]: what one counted slot weighs at each step, given the N_i of the whole global batch."""
         return self.step_shares.to(counted.device) / counted.clamp(min=1)
 
-    def __call__(self, batch: Batch, step_weights: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, batch: Batch | None, step_weights: Tensor | None = None, plan: Plan | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss (a scalar with gradient) and the sums it is made of.
 
+        batch None: of nothing, 0, with a gradient of 0 for every parameter: what a rank without a batch adds.
         step_weights [K]: see `step_weights`; null: those of this batch alone. Losses of the batches of one global
-        batch add up to its loss. Sums, float64 [K] each: `loss` S_i, `counted` N_i, `supervised`, `correct` (of the
-        counted), `prefix` (supervised slots that were right at all steps 0..i), and without gradient `alpha`.
+        batch add up to its loss. plan: `plan` of the batch, moved to its device; made here when left out, which waits
+        for that device. Sums, float64 [K] each, or [sources, K] with `sources`: `loss` S_i, `counted` N_i,
+        `supervised`, `correct` (of the counted), `prefix` (supervised slots that were right at all steps 0..i), and
+        without gradient `alpha`.
         """
-        plan = self._plan(batch)
+        if batch is None:
+            return self._zero(), dict.fromkeys(SUMS, self.no_sums())
+        if plan is None:
+            plan = self.plan(batch.to(torch.device("cpu"))).to(batch.aux.device)
         if step_weights is None:
-            step_weights = self.step_weights((plan.slots >= 0).sum(1))
+            step_weights = self.step_weights(plan.counted)
+        step_weights = send(step_weights, batch.aux.device)
         if plan.target_rows.numel() == 0:
             return self._zero(), self._sums(plan, None)
         with torch.autocast(batch.aux.device.type, torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16):
-            hidden = self._unroll(batch, plan.rows)
+            hidden = self._unroll(batch, plan)
         weights = (step_weights[:, None] * (plan.slots >= 0)).float()
         loss, per_row = _HeadLoss.apply(
             hidden,
@@ -415,72 +299,148 @@ class TrainingTimeTest:
         )
         return loss, self._sums(plan, per_row)
 
-    def _unroll(self, batch: Batch, rows: Tensor) -> Tensor:
-        """Run the slots `rows` [N] through all steps; their normed outputs [K, N, H]."""
-        model, tokens = self.model, batch.input_ids.numel()
-        following = torch.arange(1, tokens + 1, device=rows.device).clamp(max=tokens - 1)
+    def _unroll(self, batch: Batch, plan: Plan) -> Tensor:
+        """Run the plan's slots through all steps; their normed outputs [K, N, H]."""
+        model, attention, rows = self.model, self.model.midlayer.self_attn, plan.view.rows
+        embedded = model.midlayer.input_layernorm(model.embed(batch.input_ids))
+        tokens = _Tokens(attention, attention.of_key_value, embedded)
+        queried = _Tokens(attention, attention.of_query, embedded.index_select(0, plan.queried))
         fused = model.fuse(batch.aux)
-        mixed = model.mix(model.embed(batch.input_ids[following]), fused)
-        k0, v0 = model.key_value(mixed, batch.positions)
-        mixed, hidden, outputs, diagonal = mixed[rows], fused[rows], [], []
-        for step in range(self.steps):
-            positions = batch.positions[rows] + step
+        k0, v0 = model.key_value(tokens.read(model.midlayer.hidden_norm(fused), plan.following), batch.positions)
+
+        def draft(step: int, hidden: Tensor, *later: Tensor) -> tuple[Tensor, ...]:
+            """One step: its normed output, what the next step reads, its key and value (step 0 has k0 and v0)."""
+            positions, normed = batch.positions[rows] + step, model.midlayer.hidden_norm(hidden)
+            own: tuple[Tensor, ...] = ()
             if step:
-                ids = batch.input_ids[(rows + 1 + step).clamp(max=tokens - 1)]
-                mixed = model.mix(model.embed(ids), hidden)
-                diagonal.append(model.key_value(mixed, positions))
-            q = model.query(mixed, positions)
-            hidden = model.finish(hidden, merged_attention(q, k0, v0, rows, batch.lengths, diagonal))
-            outputs.append(model.norm(hidden))
-            hidden = outputs[-1] if model.config.norm_output else hidden
+                own = model.key_value(tokens.read(normed, plan.tokens[step]), positions)
+            q = model.query(queried.read(normed, plan.query_tokens[step]), positions)
+            all_later = later + own
+            diagonal = list(zip(all_later[0::2], all_later[1::2], strict=True))
+            hidden = model.finish(hidden, merged_attention(q, k0, v0, plan.view, diagonal))
+            output = model.norm(hidden)
+            return output, output if model.config.norm_output else hidden, *own
+
+        hidden, outputs, later = fused.index_select(0, rows), [], ()
+        for step in range(self.steps):
+            if self.recompute and torch.is_grad_enabled():  # nothing is random, and its state need not be asked for
+                done = checkpoint(draft, step, hidden, *later, use_reentrant=False, preserve_rng_state=False)
+            else:
+                done = draft(step, hidden, *later)
+            output, hidden, *own = done
+            outputs.append(output)
+            later += tuple(own)
         return torch.stack(outputs)
 
-    def _plan(self, batch: Batch) -> _Plan:
+    def plan(self, batch: Batch) -> Plan:
+        """What of a batch on the CPU meets what."""
         masks = torch.stack([position_mask(batch.replies, i, batch.documents) for i in range(self.steps)])
         rows = masks[0].nonzero().squeeze(1)
         draft_tokens = self.mapping.to_draft(batch.target_tokens.clamp(min=0))
         draft_tokens[batch.target_tokens < 0] = -1
         target_rows = (rows + 1)[draft_tokens[rows + 1] >= 0]
         slot_of = torch.full_like(batch.input_ids, -1)
-        slot_of[rows] = torch.arange(rows.numel(), device=rows.device)
+        slot_of[rows] = torch.arange(rows.numel())
         slots = []
         for step, mask in enumerate(masks):
             slot = target_rows - 1 - step
             counts = (slot >= 0) & mask[slot.clamp(min=0)]
             slots.append(torch.where(counts, slot_of[slot.clamp(min=0)], -1))
-        return _Plan(rows, masks[:, rows], target_rows, draft_tokens[target_rows], torch.stack(slots))
+        count = batch.input_ids.numel()
+        tokens = (rows + 1 + torch.arange(self.steps)[:, None]).clamp(max=count - 1)
+        queried, query_tokens = tokens.unique(return_inverse=True)
+        return Plan(
+            view=View.of(rows, batch.lengths),
+            supervised=masks[:, rows],
+            target_rows=target_rows,
+            wanted=draft_tokens[target_rows],
+            slots=torch.stack(slots),
+            counted=torch.stack([(row >= 0).sum() for row in slots]),
+            following=torch.arange(1, count + 1).clamp(max=count - 1),
+            tokens=tokens,
+            queried=queried,
+            query_tokens=query_tokens,
+            sources=batch.sources[rows],
+            target_sources=batch.sources[target_rows],
+        )
 
     def _zero(self) -> Tensor:
         """A loss of zero that still gives every parameter a gradient."""
         return sum(p.flatten()[0] * 0.0 for p in self.model.parameters() if p.requires_grad)
 
-    def _sums(self, plan: _Plan, per_row: Tensor | None) -> dict[str, Tensor]:
+    def no_sums(self) -> Tensor:
+        """Sums of nothing: float64 [K], or [sources, K]."""
+        shape = (self.steps,) if self.sources is None else (self.sources, self.steps)
+        return torch.zeros(shape, dtype=torch.float64, device=self.draft_rows.device)
+
+    def _sums(self, plan: Plan, per_row: Tensor | None) -> dict[str, Tensor]:
         counts = plan.slots >= 0
         cross, right, alpha = torch.zeros(3, *counts.shape, device=counts.device) if per_row is None else per_row
-        hits = torch.zeros(self.steps, plan.rows.numel() + 1, dtype=torch.bool, device=counts.device)
-        hits.scatter_(1, plan.slots.where(counts, plan.rows.numel()), right.bool() & counts)
+        hits = torch.zeros(self.steps, plan.view.rows.numel() + 1, dtype=torch.bool, device=counts.device)
+        hits.scatter_(1, plan.slots.where(counts, plan.view.rows.numel()), right.bool() & counts)
         prefix = hits[:, :-1].cummin(dim=0).values & plan.supervised
-        found = {
-            "loss": cross * counts,
-            "counted": counts,
-            "supervised": plan.supervised,
-            "correct": right * counts,
-            "prefix": prefix,
-            "alpha": alpha * counts,
-        }
-        return {name: found[name].sum(1, dtype=torch.float64).detach() for name in SUMS}
+        by_slot = {"supervised": plan.supervised, "prefix": prefix}
+        by_row = {"loss": cross * counts, "counted": counts, "correct": right * counts, "alpha": alpha * counts}
+        found = {name: self._sum(values, plan.sources) for name, values in by_slot.items()}
+        found |= {name: self._sum(values, plan.target_sources) for name, values in by_row.items()}
+        return {name: found[name] for name in SUMS}
+
+    def _sum(self, values: Tensor, sources: Tensor) -> Tensor:
+        """[K, n] -> float64 [K], or by source [sources, K]."""
+        if self.sources is None:
+            return values.sum(1, dtype=torch.float64).detach()
+        of_source = torch.arange(self.sources, device=sources.device)[:, None] == sources
+        return (of_source.double() @ values.double().t()).detach()
+
+
+class _Tokens:
+    """What some projections make of tokens' embeddings, once a token, and the halves of their weights that read the
+    hidden state: W [e; h] = W_e e + W_h h, and W_e e is the same at each draft step that reads the token."""
+
+    def __init__(self, attention: nn.Module, names: Sequence[str], embedded: Tensor):
+        """embedded [U, H]: the tokens' embeddings, normed."""
+        self.halves = {}
+        for projection in (getattr(attention, name) for name in names):
+            of_embedding, of_hidden = projection.weight.split(embedded.shape[-1], dim=1)
+            self.halves[projection] = F.linear(embedded, of_embedding), of_hidden
+
+    def read(self, hidden: Tensor, index: Tensor) -> Read:
+        """hidden [N, H], normed; index int64 [N]: which token each slot reads."""
+
+        def read(projection: nn.Linear) -> Tensor:
+            of_tokens, of_hidden = self.halves[projection]
+            return of_tokens.index_select(0, index) + F.linear(hidden, of_hidden)
+
+        return read
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What meets what: rows [N] slots supervised at step 0; supervised bool [K, N]; target_rows [R], those whose
-    token the draft knows; wanted [R], that token; slots [K, R], who answers for each target row, -1: nobody."""
+class Plan:
+    """What meets what in a batch of T tokens; made on the CPU, so that a device is not waited for.
 
-    rows: Tensor
+    view: the N slots supervised at step 0, and what they see. supervised bool [K, N]. target_rows int64 [R]: those
+    whose token the draft knows; wanted [R]: that token; slots [K, R]: who answers for each target row, -1: nobody;
+    counted int64 [K]: the N_i, which stay on the CPU. following [T]: the token after each; tokens [K, N]: the one that
+    each slot reads at each step; queried [U]: all of these once; query_tokens [K, N]: where in it. sources [N],
+    target_sources [R]: the number of each slot's and row's source.
+    """
+
+    view: View
     supervised: Tensor
     target_rows: Tensor
     wanted: Tensor
     slots: Tensor
+    counted: Tensor
+    following: Tensor
+    tokens: Tensor
+    queried: Tensor
+    query_tokens: Tensor
+    sources: Tensor
+    target_sources: Tensor
+
+    def to(self, device: torch.device) -> Plan:
+        moved = {k: send(v, device) for k, v in vars(self).items() if isinstance(v, Tensor) and k != "counted"}
+        return replace(self, view=self.view.to(device), **moved)
 
 
 def summarise(sums: dict[str, Tensor], step_decay: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,6 +31,14 @@ def test_ends_when_patience_does():
     assert offered(2, [1.1, 1.2, 1.15, 1.3]) == (3, 4)
     assert offered(2, [1.2, 1.2, 1.2, 1.3]) == (0, 3)  # the first of equal ones
     assert offered(9, [1.1, 1.2, 1.1]) == (1, 3)
+
+
+def test_best_by_a_source_and_without_an_end():
+    best = Best(None, "code.jsonl")
+    for epoch, lengths in enumerate([(1.5, 1.1), (1.2, 1.3), (1.6, 1.2)]):
+        figures = {"acceptance_length": lengths[0], "by_source": {"code.jsonl": {"acceptance_length": lengths[1]}}}
+        best.offer(epoch, {"validation": figures}, dict)
+    assert best.state["epoch"] == 1 and not best.ends(99)
 
 
 def test_without_patience_nothing_is_kept():
@@ -91,6 +100,23 @@ def test_resume_is_exact(world, tmp_path, scripted):  # noqa: F811
     for key in ("weights_sha256", "metrics", "epochs", "from_epoch", "steps", "tokens"):
         assert parts[key] == whole[key], key
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+
+
+def test_the_draft_is_the_best_of_all_epochs(world, tmp_path, scripted):  # noqa: F811
+    """Without early stopping: all epochs are trained, the fifth is the best."""
+    settings = STOPPING.model_copy(update={"early_stopping_epochs": None, "best_by": "validation"})
+    result = run(world, tmp_path, settings)
+    assert (result["epochs"], result["from_epoch"]) == (6, 4)
+
+
+def test_a_source_of_no_held_out_sample_is_refused(world, tmp_path):  # noqa: F811
+    samples = [replace(s, source="a.jsonl" if s.split == "validation" else "b.jsonl") for s in world[2]]
+    settings = STOPPING.model_copy(update={"best_by": "b.jsonl"})
+    with pytest.raises(
+        UserError, match=r"training\.best_by: no held-out sample is of 'b\.jsonl'; known here: .* a\.jsonl"
+    ):
+        training.train(job_of(world, tmp_path, settings, samples=samples))
+    assert training.train(job_of(world, tmp_path, STOPPING.model_copy(update={"best_by": "a.jsonl"}), samples=samples))
 
 
 def test_nothing_held_out_is_refused(world, tmp_path):  # noqa: F811

@@ -13,6 +13,7 @@ from test_draft_model import YARN as YARN_OF_TWO_FACTORS
 from test_export import make_target
 from test_training_time_test import (
     CONFIG,
+    KERNELS,
     V,
     assert_training_equals_serving,
     assert_training_equals_the_slow_reference,
@@ -23,7 +24,6 @@ from transformers import AutoConfig, DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from eagle3lib import export, targets
-from eagle3lib import training_time_test as ttt
 from eagle3lib.config import DraftConfig
 from eagle3lib.draft_model import VARIANTS, DraftCache, DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
@@ -105,11 +105,10 @@ def attend_slowly(q, keys, values):
     return sum(p[:, None] * v for p, v in zip(scores.softmax(0), values, strict=True))
 
 
-@pytest.mark.parametrize("attention", ["flash", "explicit"])
-def test_training_equals_the_slow_reference(head, attention, monkeypatch):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_training_equals_the_slow_reference(head, kernel, monkeypatch):
     """Values narrower than keys, on the CPU's kernel and written out: loss and every gradient."""
-    if attention == "explicit":
-        monkeypatch.setattr(ttt, "merged_attention", ttt._explicit_attention)
+    KERNELS[kernel](monkeypatch)
     monkeypatch.setattr("test_training_time_test.attend_slowly", attend_slowly)
     assert_training_equals_the_slow_reference(make_model(), head)
 

@@ -45,6 +45,10 @@ def modules(monkeypatch):
 ALL = SETTINGS.model_copy(update={"epochs": 1, "trackers": list(trackers.KINDS), "tracker_project": "p"})
 
 
+def speeds(folder):
+    return len((folder / "speed.jsonl").read_text().splitlines())
+
+
 def test_all_are_told_the_same(world, tmp_path, modules):  # noqa: F811
     result = run(world, tmp_path, ALL)
     wandb, trackio, mlflow = modules.values()
@@ -57,7 +61,7 @@ def test_all_are_told_the_same(world, tmp_path, modules):  # noqa: F811
     told = [(args[0], named["step"]) for args, named in wandb.named("log")]
     assert told == [(args[0], named["step"]) for args, named in trackio.named("log")]
     assert told == [(args[0], named["step"]) for args, named in mlflow.named("log_metrics")]
-    assert len(told) == result["steps"] + 2 == len(lines(tmp_path))
+    assert len(told) == result["steps"] + 2 + speeds(tmp_path) == len(lines(tmp_path)) + speeds(tmp_path)
     scalars, step = told[-1]
     assert step == result["steps"]
     assert scalars["validation/loss"] == result["metrics"]["validation"]["loss"]
@@ -87,7 +91,7 @@ def test_none_changes_a_result(world, tmp_path, modules):  # noqa: F811
     modules["wandb"].fails, modules["mlflow"].fails = ["log"], ["set_experiment"]
     weights.add(run(world, tmp_path / "failing", ALL)["weights_sha256"])
     assert len(weights) == 1
-    assert len(modules["wandb"].named("log")) == len(lines(tmp_path / "all")) + 1
+    assert len(modules["wandb"].named("log")) == len(lines(tmp_path / "all")) + speeds(tmp_path / "all") + 1
     assert {"trackers", "tracker_project"} <= NOT_SHAPING["training"]
     assert "eagle3lib.trackers" in lineage.NOT_COMPUTING
 

@@ -9,24 +9,29 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import safetensors.torch
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from eagle3lib import checkpoint, training
+from eagle3lib import checkpoint, speed, training
 from eagle3lib.config import DraftConfig, TrainingConfig
 from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import StateKey, pack_sample
-from eagle3lib.loader import Sample, epoch_packs, first_fit_decreasing
+from eagle3lib.loader import Pack, Sample, epoch_packs, first_fit_decreasing
 from eagle3lib.targets import TargetInfo
-from eagle3lib.training import Interrupted, Job, StopOnSignal, learning_rate
+from eagle3lib.training import Deferred, Interrupted, Job, Ranks, StopOnSignal, Trainer, learning_rate
+from eagle3lib.training_time_test import SUMS, Batch, TrainingTimeTest
 from eagle3lib.vocab_mapping import VocabMapping
 
 V, VD, H = 60, 40, 16
+CPU = torch.device("cpu")
 DRAFT = DraftConfig(draft_vocab_size=VD)
 SETTINGS = TrainingConfig(ttt_steps=3, epochs=3, batch_tokens=64, learning_rate=3e-3, warmup_fraction=0.1)
 
@@ -239,6 +244,20 @@ def test_two_processes_equal_one_that_accumulates(world, tmp_path):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
+def test_a_bad_file_of_one_rank_ends_all(world, tmp_path):
+    """Named; the other rank, which waits for that rank's gradients, ends too."""
+    bad = tmp_path / "bad.pt"
+    bad.write_bytes(Path(world[2][0].path).read_bytes()[:-1])
+    settings = SETTINGS.model_copy(update={"processes": 2})
+    samples = [replace(world[2][0], path=str(bad), sha256="0" * 64) if i == 3 else s for i, s in enumerate(world[2])]
+    samples[3] = replace(samples[3], split="train")
+    job_of(world, tmp_path / "draft", settings, samples=samples).write(tmp_path / "job.json")
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(UserError, match=r"bad\.pt: its sha256 differs from the manifest's"):
+        training.launch(tmp_path / "job.json", settings)
+    assert not set(psutil.Process().children(recursive=True)) - set(before)
+
+
 @contextmanager
 def terminated_when(path):
     """SIGTERM to this process once `path` exists."""
@@ -253,6 +272,135 @@ def terminated_when(path):
     yield
 
 
+# --- a step ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"recompute": True}, {"compute_dtype": "bfloat16", "loss": "lk"}], ids=str)
+def test_a_step_waits_for_no_device(world, tmp_path, settings):
+    """With tensors that have no values, so that whoever looks at one is found: what is planned stays on the host.
+
+    Forward, backward, clipping, optimiser and what is reported of it.
+    """
+    trainer = Trainer(job_of(world, tmp_path, SETTINGS.model_copy(update=settings)), *alone())
+    read = trainer.documents.packed(Pack([0, 1], [trainer.documents.read(i) for i in (0, 1)]), trainer.test, CPU)
+    weights = trainer.test.step_weights(read[1].counted)
+    with FakeTensorMode():
+        batch, plan = (without_values(part) for part in read)
+        plan = replace(plan, view=without_values(plan.view))
+        take_values_away(trainer)
+        weights = without_values(weights)
+        for _ in range(2):
+            figures = trainer._update([(batch, plan)], weights, 1e-3)
+        assert figures.shape == (len(SUMS) * SETTINGS.ttt_steps + 1,)
+        with pytest.raises(DataDependentOutputException):  # it can tell
+            figures[0].item()
+
+
+def alone():
+    return Ranks.join(SETTINGS), lambda step: False
+
+
+def without_values(value):
+    """A tensor, or those of a dataclass."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype)
+    tensors = {name: one for name, one in vars(value).items() if isinstance(one, torch.Tensor)}
+    return replace(value, **{name: without_values(one) for name, one in tensors.items()})
+
+
+def take_values_away(trainer):
+    model, test = trainer.model, trainer.test
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(without_values(p), requires_grad=p.requires_grad))
+    model._inv_freq, test.draft_rows = without_values(model._inv_freq), without_values(test.draft_rows)
+    trainer.optimizer = torch.optim.AdamW(model.trainable().values(), fused=True)
+    trainer.epoch_sums = trainer._no_sums()
+
+
+def test_figures_are_read_a_step_later():
+    heard = []
+    deferred = Deferred(lambda figures, name: heard.append((name, figures.item())))
+    deferred.put(torch.tensor(1.0), "first")
+    assert heard == []
+    deferred.put(torch.tensor(2.0), "second")
+    assert heard == [("first", 1.0)]
+    deferred.flush()
+    deferred.flush()
+    assert heard == [("first", 1.0), ("second", 2.0)]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_ends_it(world, tmp_path):
+    """Weights and moments are those of the step before, though the step is only read a step later."""
+    trainer = Trainer(job_of(world, tmp_path), *alone())
+    read = [trainer.documents.packed(Pack([0], [trainer.documents.read(0)]), trainer.test, CPU)]
+    weights = trainer.test.step_weights(read[0][1].counted)
+    trainer._update(read, weights, 1e-3)
+    before = [p.detach().clone() for p in trainer.spread.parameters.values()]
+    moments = [m.clone() for one in trainer.optimizer.state.values() for m in one.values()]
+    figures = trainer._update(read, weights * float("inf"), 1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.spread.parameters.values(), strict=True))
+    after = [m for one in trainer.optimizer.state.values() for m in one.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
+    with pytest.raises(UserError, match="training: step 2: the gradient is not finite; lower training.learning_rate"):
+        trainer._report(figures, {"step": 2}, 1)
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def test_figures_by_source(world, tmp_path):
+    """Two files: what is told of each adds up to what is told of all."""
+    samples = [replace(s, source=("chat.jsonl", "code.jsonl")[i % 4 == 1]) for i, s in enumerate(world[2])]
+    result = training.train(job_of(world, tmp_path, samples=samples))
+    for split in ("train", "validation"):
+        figures = result["metrics"][split]
+        by_source = figures["by_source"]
+        assert set(by_source) == {"chat.jsonl", "code.jsonl"}
+        slots = [by_source[name]["supervised"][0] for name in by_source]
+        right = [by_source[name]["accuracy_of_supervised"][0] * n for name, n in zip(by_source, slots, strict=True)]
+        assert sum(slots) == figures["supervised"][0] and min(slots) > 0
+        assert sum(right) == pytest.approx(figures["accuracy_of_supervised"][0] * sum(slots))
+    plain = training.train(job_of(world, tmp_path / "plain"))
+    assert "by_source" not in plain["metrics"]["validation"]
+    assert plain["weights_sha256"] == result["weights_sha256"]
+
+
+def test_speed_is_told_beside_the_metrics(world, tmp_path):
+    result = run(world, tmp_path)
+    assert 0 < result["gemm_share"] < 1 and result["tokens_per_second"] > 0 and result["peak_memory"] > 2**26
+    told = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in told][-1] == result["steps"] and len(told) >= SETTINGS.epochs
+    assert all(0 < line["gemm_share"] < 1 and 0 <= line["loader_wait"] < 1 for line in told)
+
+
+def test_floor_is_what_a_step_multiplies():
+    """By torch's own counter of the draft's products, every token supervised and known, less what the floor leaves out.
+
+    The projections' half that reads the embedding is made once a token instead of once a step, and the attention of the
+    slot's own keys is no product.
+    """
+    config = DraftModelConfig(
+        hidden_size=H, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=V,
+        draft_vocab_size=V, rms_norm_eps=1e-5, max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    model, tokens, steps = DraftModel(config), 30, 3
+    test = TrainingTimeTest(model, torch.randn(V, H), VocabMapping.from_target_ids(torch.arange(V), V), steps, 0.8)
+    document = Batch.document(
+        torch.arange(tokens), torch.randn(tokens, 3 * H), torch.randn(tokens, H), torch.zeros(tokens).long()
+    )
+    batch = test.with_target_tokens(document)
+    _, sums = test(batch)
+    slots = sums["supervised"].tolist()
+    assert slots == sums["counted"].tolist() == [28, 27, 26]
+    with FlopCounterMode(display=False) as counter:
+        test(batch)[0].backward()
+    by_kernel = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in by_kernel.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    assert products == pytest.approx(speed.floor_flop(config, tokens, slots, slots), rel=0.25)
+
+
 # --- bad input ---------------------------------------------------------------------------------------------------
 
 
@@ -263,7 +411,7 @@ def changed(world, tmp_path, **values):
 
 
 def test_samples_that_do_not_fit_are_refused(world, tmp_path):
-    with pytest.raises(UserError, match=r"0\.pt: 12 tokens and 4 states instead of 13 and 4"):
+    with pytest.raises(UserError, match=r"0\.pt: 12 tokens and 4 states of 16 instead of 13 tokens and 4 states of 16"):
         changed(world, tmp_path, n_tokens=13)
     with pytest.raises(UserError, match=r"training\.batch_tokens: 64 cannot hold"):
         changed(world, tmp_path, n_tokens=65)

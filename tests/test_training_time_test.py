@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from eagle3lib import attention
 from eagle3lib import training_time_test as ttt
 from eagle3lib.draft_model import DraftCache, DraftModel, DraftModelConfig
 from eagle3lib.training_time_test import Batch, TrainingTimeTest, position_mask, reply_index, summarise
@@ -232,6 +233,55 @@ def loss_slowly(chains, head, batch, steps, decay):
     return loss, sums
 
 
+def explicit(monkeypatch):
+    monkeypatch.setattr(ttt, "merged_attention", attention.explicit_attention)
+
+
+def flex(monkeypatch):
+    """CUDA's path; flex_attention has no gradient on a CPU, so its mask function and blocks are written out."""
+    plain = attention.View.of.__func__
+    monkeypatch.setattr(attention, "BLOCK", 4)
+
+    def of(cls, rows, lengths):
+        view = plain(cls, rows, lengths)
+        return dataclasses.replace(view, blocks=attention.block_mask(view)) if len(rows) else view
+
+    monkeypatch.setattr(attention.View, "of", classmethod(of))
+    monkeypatch.setattr(attention, "_flex", dense_flex)
+
+
+def dense_flex(q, k, v, blocks):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~dense_mask(blocks), float("-inf"))
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def dense_mask(blocks):
+    """bool [N, T]: what flex_attention computes: of whole blocks all, of the others what the mask function says."""
+    n, tokens = blocks.shape[-2:]
+    size = blocks.BLOCK_SIZE[0]
+    slot, token = torch.arange(n)[:, None], torch.arange(tokens)[None]
+    masked, whole = (
+        listed_blocks(count, index)[slot // size, token // size]
+        for count, index in [
+            (blocks.kv_num_blocks, blocks.kv_indices),
+            (blocks.full_kv_num_blocks, blocks.full_kv_indices),
+        ]
+    )
+    assert not (masked & whole).any()
+    return whole | (masked & blocks.mask_mod(0, 0, slot, token))
+
+
+def listed_blocks(count, index):
+    chosen = torch.zeros(index.shape[-2:], dtype=torch.bool)
+    for row, (n, listed) in enumerate(zip(count[0, 0], index[0, 0], strict=True)):
+        chosen[row, listed[:n].long()] = True
+    return chosen
+
+
+KERNELS = {"flash": lambda monkeypatch: None, "explicit": explicit, "flex": flex}
+
+
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
@@ -262,10 +312,9 @@ def assert_training_equals_the_slow_reference(model, head):
     return expected_sums
 
 
-@pytest.mark.parametrize("attention", ["flash", "explicit"])
-def test_equals_the_slow_reference(model, head, attention, monkeypatch):
-    if attention == "explicit":
-        monkeypatch.setattr(ttt, "merged_attention", ttt._explicit_attention)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_equals_the_slow_reference(model, head, kernel, monkeypatch):
+    KERNELS[kernel](monkeypatch)
     monkeypatch.setattr(ttt, "ROWS_PER_CHUNK", 3)
     sums = assert_training_equals_the_slow_reference(model, head)
     assert 0 < sums["correct"][0] < sums["counted"][0] < sums["supervised"][0]
@@ -276,7 +325,7 @@ def assert_training_equals_serving(model, head):
     test = TrainingTimeTest(model, head, MAPPING, steps=4, step_decay=0.8)
     batch = packed(test)
     rows = position_mask(batch.replies, 0, batch.documents).nonzero().squeeze(1)
-    unrolled = test._unroll(batch, rows)
+    unrolled = test._unroll(batch, test.plan(batch))
     start, slot = 13, 13 + 4  # within document 2, in the middle of its second reply
     cache = DraftCache()
     ids, aux = batch.input_ids[start:], batch.aux[start:]
@@ -324,7 +373,7 @@ def test_packing_does_not_change_the_loss(model, head):
     documents = [make_document(s, n, b) for s, n, b in [(1, 9, [2, 8]), (2, 14, [0, 14]), (3, 11, [1, 5, 6, 11])]]
     documents = [test.with_target_tokens(d) for d in documents]
     loss, sums = test(Batch.pack(documents))
-    weights = test.step_weights(sum(test.counted(d) for d in documents))
+    weights = test.step_weights(sum(test.plan(d).counted for d in documents))
     parts = [test(d, weights) for d in documents]
     torch.testing.assert_close(sum(p for p, _ in parts), loss)
     for name in ("loss", "counted", "supervised", "correct", "prefix"):
@@ -390,6 +439,54 @@ def test_figures_have_their_denominators():
     assert figures["acceptance_length"] == pytest.approx(1 + 2 / 8 + 1 / 6)
     assert figures["counted_of_supervised"] == pytest.approx([4 / 8, 3 / 6])
     assert "alpha_of_counted" not in figures
+
+
+def test_sums_by_source(model, head):
+    """Of a pack of two sources: each has the sums of its own documents alone."""
+    together, alone = (TrainingTimeTest(model, head, MAPPING, steps=3, step_decay=0.8, sources=n) for n in (3, None))
+    documents = [make_document(1, 13, [3, 11]), make_document(2, 12, [0, 4, 4, 10]), make_document(3, 9, [1, 8])]
+    documents = [together.with_target_tokens(d) for d in documents]
+    sources = [2, 0, 2]
+    pack = Batch.pack([dataclasses.replace(d, sources=d.sources + s) for d, s in zip(documents, sources, strict=True)])
+    with torch.no_grad():
+        _, sums = together(pack)
+        for source, parts in [(0, documents[1:2]), (2, [documents[0], documents[2]])]:
+            _, expected = alone(Batch.pack(parts))
+            for name, values in expected.items():
+                torch.testing.assert_close(sums[name][source], values, msg=name)
+    assert not sums["supervised"][1].any()
+
+
+def test_of_nothing_there_is_no_loss_but_a_gradient_for_all(model, head):
+    """What a rank without a batch adds."""
+    test = TrainingTimeTest(model, head, MAPPING, steps=2, step_decay=0.8)
+    loss, sums = test(None)
+    assert all(not g.any() for g in gradients(model, loss).values()) and not any(s.any() for s in sums.values())
+
+
+def test_recomputing_changes_nothing(model, head):
+    kept, again = (TrainingTimeTest(model, head, MAPPING, 4, 0.8, recompute=flag) for flag in (False, True))
+    batch = packed(kept)
+    expected, loss = kept(batch)[0], again(batch)[0]
+    assert torch.equal(loss, expected)
+    ours, theirs = gradients(model, loss), gradients(model, expected)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert saved_bytes(again, batch) < 0.7 * saved_bytes(kept, batch)
+
+
+def saved_bytes(test, batch):
+    """What the forward pass keeps for the backward pass, weights apart."""
+    weights = {p.untyped_storage().data_ptr() for p in test.parameters()}
+    seen = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        test(batch)
+    return sum(seen.values())
 
 
 def test_bfloat16_compute_stays_close(model, head):

@@ -43,7 +43,7 @@ def test_repeated_samples_fill_packs_as_others_do():
 
 def test_weights_come_from_the_table(tmp_path):
     columns = {"path": ["a", "b"], "n_tokens": [5, 6], "reply_bounds": [[1, 5], [2, 6]], "split": ["train"] * 2}
-    table = pandas.DataFrame(columns | {"sha256": ["x", "y"], "weight": [1.0, 2.5]})
+    table = pandas.DataFrame(columns | {"sha256": ["x", "y"], "file": ["in.jsonl"] * 2, "weight": [1.0, 2.5]})
     assert [one.weight for one in drafts.samples_of(table, tmp_path)] == [1.0, 2.5]
     assert [one.weight for one in drafts.samples_of(table.drop(columns="weight"), tmp_path)] == [1.0, 1.0]
     assert shards.weights_of(table) == [1.0, 2.5]

@@ -136,7 +136,7 @@ def examine(world: Path, folder: Path, way: str) -> None:
         sample = row["sample_id"]
         if way == "trainer":
             path = str(links / f"{row['slot']:04d}.pt")
-            read = Documents([Sample(path, row["n_tokens"], (4, row["n_tokens"]), "train", row["sha256"])], 3).read
+            read = Documents([Sample(path, row["n_tokens"], (4, row["n_tokens"]), "train", row["sha256"])], 3, 32).read
             try:
                 read(0)
             except UserError as error:

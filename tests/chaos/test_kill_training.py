@@ -48,7 +48,7 @@ class Trial:
 
 
 def without_time(record):
-    timed = ("seconds", "loader_wait")
+    timed = ("seconds", "loader_wait", "tokens_per_second", "gemm_share", "peak_memory")
     return {name: value for name, value in json.loads(record.read_text()).items() if name not in timed}
 
 
