@@ -40,7 +40,7 @@ wildcard_constraints:
     key=r"[0-9a-f]{12}",
     draft=r"[^/]+",
     part=r"\d{3}",
-    shard=r"\d{5}|tail_\d+",
+    shard=r"\d{5}",
 
 
 def cfg(wildcards):
@@ -94,8 +94,8 @@ def shards_of(target, dataset, **_):
     return planning.read_shards(output.shards)
 
 
-def shard_file(wildcards):
-    path = f"{DATASET}/shards/{{shard}}.jsonl".format(**wildcards)
+def shard_file(shard, wildcards):
+    path = f"{DATASET}/shards/{shard}.jsonl".format(**wildcards)
     if shards_of(**wildcards) and not os.path.exists(path):
         samples = f"{DATASET}/samples.parquet".format(**wildcards)
         raise WorkflowError(
@@ -104,9 +104,9 @@ def shard_file(wildcards):
     return path
 
 
-def shard_sha256(wildcards):
+def shard_sha256(shard, wildcards):
     return planning.shard_sha256(
-        f"{DATASET}/shards.json".format(**wildcards), wildcards.shard
+        f"{DATASET}/shards.json".format(**wildcards), shard.format(**wildcards)
     )
 
 
