@@ -93,8 +93,8 @@ onstart:
 
 
 onsuccess:
-    print(end_of_run(log))
+    print(end_of_run(log, "done"))
 
 
 onerror:
-    print(end_of_run(log))
+    print(end_of_run(log, "failed"))

@@ -2,12 +2,12 @@
 
 `plan`: dry run, a run with nothing to do and --summary, ours against a bare Snakefile of the same shape (rules, paths,
 directives, 64 slots; no Python of ours), in turns; CPU time and peak memory of Snakemake's process. Shards and states
-are placeholders: planning opens none. Of more than 100,000 samples one of `--parts` parts is planned, and not the bare one.
+are placeholders: planning opens none. Above 100,000 samples without the bare one, but also one of `--parts` parts.
 
-`simulation`: every shard job runs for real against `benchmarks.stand_in`, which takes as long for a token as the headline's
-engine (2,439 tokens/s), less by `--time-scale`; it is killed after every `--crash-every` samples. Tokens are scaled by 8
-(a sample of 2,353 tokens has 294, each takes eight tokens' time). What the run lasts beyond the passes' own time does
-not shrink with them, so it is held against the time that the passes would take unscaled:
+`simulation`: every shard job runs for real against `benchmarks.stand_in`, which takes as long for a token as the
+headline's engine (2,439 tokens/s), less by `--time-scale`, and is killed after every `--crash-every` samples. Tokens
+are scaled by 8: a sample of 2,353 tokens has 294, each takes eight tokens' time. What the run lasts beyond the passes'
+own time does not shrink with them, so it is held against the time that the passes would take unscaled:
 overhead = (wall - passes) / (passes * time scale), busy = 1 / (1 + overhead). Loading the target after a crash is
 the engine's own; the stand-in takes none.
 
@@ -38,8 +38,8 @@ from eagle3lib.job import write_json
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from tiny import make_target
-from workflow import Workspace, tiny_workspace
+from tiny import make_target  # noqa: E402
+from workflow import Workspace, tiny_workspace  # noqa: E402
 
 HEADLINE, SHARD_SIZE = 37_312, 64
 KIMI_TOKENS_PER_SECOND, MEAN_TOKENS, MAX_TOKENS, TOKEN_SCALE, PASS_TOKENS = 2_439, 2_353, 8_192, 8, 2_048

@@ -147,7 +147,7 @@ def _compute(missing: list[Sample], store: Store, engine: Any, code: str, guard:
             records[sample.sample_id] = record
             work.count(1, len(sample.input_ids))
             guard.after_each()
-        progress.update(len(sample.input_ids))
+        progress.update(len(sample.input_ids), samples=len(records), bytes=sum(r["bytes"] for r in records.values()))
     if faults:
         raise UserError(
             f"{len(faults)} samples have no usable states; the others are kept. {faults[0]}. Remove the line from the "

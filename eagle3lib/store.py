@@ -28,7 +28,7 @@ from typing import Any
 from eagle3lib.disk import vanished
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import FORMATS, StateKey, content_fault, convertible, load_sample, missing_rows, stretches
-from eagle3lib.job import append_line, file_lock, fsync_folder, read_lines, save_tensors, started, write_json
+from eagle3lib.job import append_line, clock, file_lock, fsync_folder, read_lines, save_tensors, started, write_json
 from eagle3lib.lineage import file_sha256
 
 _NUMBERS = itertools.count()
@@ -134,7 +134,7 @@ class Store:
         sample = content["meta"]["sample_id"]
         part = self.part(sample)
         try:
-            with open(part, "wb") as raw:
+            with clock.during("writer"), open(part, "wb") as raw:
                 hashing = save_tensors(content, raw)
                 raw.flush()
                 start = time.monotonic()

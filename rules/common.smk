@@ -1,12 +1,13 @@
 # What the rules share: the typed configuration, the paths, and functions over them.
 
 import functools
+import logging
 import sys
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from eagle3lib import overview, records, shards, verification
+from eagle3lib import monitor, overview, records, shards, verification
 from eagle3lib import plan as planning
 from eagle3lib.errors import UserError
 from eagle3lib.lineage import code, versions
@@ -129,9 +130,10 @@ def begin_run():
     """Refuse before the first job, when nothing is deleted yet; then take note that a run is at work."""
     asked(overview.refuse, plan)
     verification.begin(planning.STORE)
+    monitor.begin(plan, logging.getLogger("snakemake.logging"))
 
 
-def end_of_run(log):
+def end_of_run(log, state):
     from eagle3lib import gpus
     from eagle3lib.engines.sglang import lease
 
@@ -140,4 +142,5 @@ def end_of_run(log):
     )
     verification.end(planning.STORE)
     records.keep(METADATA, RECORDS)
+    monitor.end(state)
     return f"GPUs: {gpus.summary()}. Summary: results/summary.md; log of this run: {log[0]}"

@@ -57,7 +57,7 @@ LAYERS = [
         "drafts",
         "preflight",
     },
-    {"consumers", "hub", "overview", "replay", "trace", "why"},
+    {"consumers", "hub", "monitor", "overview", "replay", "trace", "why"},
     {"canary", "diagnosis", "doctor", "pages"},
     {"bench"},
     {"__main__"},
