@@ -47,6 +47,12 @@ rule extract:
         plan.paths(f"{STATES}/hidden_states.parquet"),
 
 
+# For a dataset of a million: a part of it at a time, `--batch index_hidden_states=1/16` (docs/scale.md).
+rule index:
+    input:
+        plan.paths(f"{STATES}/hidden_states.parquet"),
+
+
 rule train:
     input:
         all_hidden_states,
@@ -75,6 +81,7 @@ localrules:
     all,
     samples,
     extract,
+    index,
     train,
     export,
     acceptance,
@@ -86,8 +93,8 @@ onstart:
 
 
 onsuccess:
-    print(end_of_run(log))
+    print(end_of_run(log, "done"))
 
 
 onerror:
-    print(end_of_run(log))
+    print(end_of_run(log, "failed"))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eagle3lib import config, ledger, overview, sources, verification, why
+from eagle3lib import config, ledger, monitor, overview, sources, verification, why
 from eagle3lib.errors import UserError
 from eagle3lib.plan import ENGINE, RESULTS, STORE, Plan
 
@@ -40,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
         return one
 
     add("missing", _missing, "which samples have no hidden states yet, and what they will take", configured=True)
+    one = add("status", _status, "how the run in this folder goes, or how the last one ended; from any shell or node")
+    one.add_argument("--json", action="store_true", help="all of it, as results/status/run.json")
     one = add("why", _why, "why a file would be made (again): the chain of jobs, causes first", configured=True)
     one.add_argument("file", help="a path under results/")
     one.add_argument("--options", default="", help="further options for snakemake, as one string")
@@ -156,6 +158,10 @@ def _values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _missing(arguments: argparse.Namespace) -> None:
     print(overview.missing(_plan(arguments)), end="")
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    return monitor.main(arguments.json)
 
 
 def _why(arguments: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from eagle3lib.errors import UserError
 
-RESERVED_NAMES = {"store", "targets", "benchmarks", "engine", "workflow"}
+RESERVED_NAMES = {"store", "targets", "benchmarks", "engine", "workflow", "status"}
 
 
 def _plain_name(name: str) -> str:
@@ -458,6 +458,27 @@ class AcceptanceConfig(Section):
         return self
 
 
+class MonitorConfig(Section):
+    """How a run is watched: a live view on a terminal, lines elsewhere, results/status/run.json for programs.
+
+    It changes no result; of several `runs` the first one's settings count.
+    """
+
+    on_event: str | None = Field(
+        None,
+        description="Shell command for events: started, stalled, stage done, failed, done. It gets the event as JSON "
+        "on its stdin, and EAGLE3LIB_EVENT and EAGLE3LIB_MESSAGE. One that fails is logged (logs/monitor.log), no "
+        "more.",
+    )
+    stalled_minutes: float = Field(
+        30, gt=0, description="A run is called stalled when no job has told of progress for so long."
+    )
+    view: Literal["auto", "lines", "none"] = Field(
+        "auto", description="auto: a live view on a terminal, else lines. none: only the file and the events."
+    )
+    line_seconds: float = Field(60, gt=0, description="Without a live view, a line every so often.")
+
+
 class RunConfig(Section):
     """One target, one dataset, one draft: what a chain of results needs."""
 
@@ -470,6 +491,7 @@ class RunConfig(Section):
     draft: DraftConfig = DraftConfig()
     training: TrainingConfig = TrainingConfig()
     gpus: GpusConfig = GpusConfig()
+    monitor: MonitorConfig = MonitorConfig()
     acceptance: AcceptanceConfig
 
     @property

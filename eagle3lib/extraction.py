@@ -165,7 +165,7 @@ def _compute(
             records[sample.sample_id] = record
             work.count(1, len(sample.input_ids))
             guard.after_each()
-        progress.update(len(sample.input_ids))
+        progress.update(len(sample.input_ids), samples=len(records), bytes=sum(r["bytes"] for r in records.values()))
     if faults:
         raise UserError(
             f"{len(faults)} samples have no usable states; the others are kept. {faults[0]}. Remove the line from the "

@@ -32,9 +32,11 @@ def job_log(path: str | os.PathLike) -> Iterator[IO[str]]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     terminal = sys.stderr
+    os.environ[JOB] = str(path)  # for the processes that it starts, too: torchrun's
     with open(path, "w", buffering=1, encoding="utf-8") as log:
         sys.stdout = sys.stderr = _Tee(log, terminal)
         try:
+            tell(at_once=True)
             yield log
         except UserError as error:
             print(f"error: {error}", file=terminal)
@@ -50,6 +52,8 @@ def job_log(path: str | os.PathLike) -> Iterator[IO[str]]:
             raise SystemExit(1) from None
         finally:
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+            tell(at_once=True, ended=time.time())
+            del os.environ[JOB]
 
 
 class _Tee:
@@ -293,8 +297,86 @@ def write_parquet(path: str | os.PathLike, table: Any) -> None:
         table.to_parquet(file, index=False)
 
 
+# --- what a job says of itself while it runs ----------------------------------------------------------
+
+REPORTS = Path("results/status/jobs")  # there while a run is watched: see `monitor`
+REPORT_SECONDS = 2
+JOB = "EAGLE3LIB_JOB"  # environment variable: the log file of the job that this process belongs to
+
+_report: dict[str, Any] = {}
+_reported = 0.0
+
+
+def tell(at_once: bool = False, **values: Any) -> bool:
+    """Put values into this job's report, a small JSON file written at most every REPORT_SECONDS. False: nobody reads
+    it. Never raises."""
+    global _report, _reported
+    log = os.environ.get(JOB)
+    if log is None or not REPORTS.is_dir():
+        return False
+    if _report.get("log") != log:
+        _report = {"log": log, "host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
+    _report |= {**values, "updated": time.time(), "time": clock.shares()}
+    if not at_once and time.monotonic() - _reported < REPORT_SECONDS:
+        return True
+    _reported = time.monotonic()
+    path = REPORTS / f"{log.replace('/', '~')[-200:]}.json"
+    part = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.part")
+    with suppress(OSError):  # no fsync: the next one comes soon
+        part.write_text(json.dumps(_report))
+        os.replace(part, path)
+    return True
+
+
+class Clock:
+    """Where a job's time goes: a moment belongs to the engine while it has a request of ours, else to the writer
+    while it has a file of ours, else to the client, that is, to us."""
+
+    ORDER = ("engine", "writer")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.under_way = dict.fromkeys(self.ORDER, 0)
+        self.seconds: dict[str, float] = {}
+        self.since: float | None = None
+        self.rest = "engine"
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        self._count(name, 1)
+        try:
+            yield
+        finally:
+            self._count(name, -1)
+
+    def shares(self) -> dict[str, float]:
+        """Of the time since the first of them began. In our own process the rest is the engine's: it is not asked."""
+        with self.lock:
+            self._pass()
+            total = sum(self.seconds.values())
+            return {name: round(seconds / total, 4) for name, seconds in self.seconds.items()} if total else {}
+
+    def _count(self, name: str, by: int) -> None:
+        with self.lock:
+            self._pass()
+            self.under_way[name] += by
+            if name == "engine":
+                self.rest = "client"
+
+    def _pass(self) -> None:
+        now = time.monotonic()
+        if self.since is not None:
+            name = next((name for name in self.ORDER if self.under_way[name]), self.rest)
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self.since
+        self.since = now
+
+
+clock = Clock()
+
+
 class Progress:
-    """One live line on a terminal; a line every half minute elsewhere. Also in the log."""
+    """How far a job is: in its log, and where a run is watched in its report; else one live line on a terminal, a line
+    every half minute elsewhere."""
 
     def __init__(self, total: int | None, unit: str, label: str):
         self.total, self.unit, self.label = total, unit, label
@@ -306,13 +388,15 @@ class Progress:
         """Count `n` more units; `extras` are shown behind, as `name value`."""
         self.done += n
         now = time.monotonic()
-        live = bool(self.terminal and self.terminal.isatty())
+        about: dict[str, Any] = {"label": self.label, "unit": self.unit, "done": self.done, "total": self.total}
+        watched = tell(**about, rate=self.done / max(now - self.start, 1e-9), figures=extras)
+        live = bool(self.terminal and self.terminal.isatty()) and not watched
         if now - self.shown < (0.5 if live else 30) and self.done != self.total:
             return
         self.shown = now
         line = self._line(now, extras)
         print(line)
-        if self.terminal:
+        if self.terminal and not watched:
             print(f"\r{line}\x1b[K" if live else line, end="" if live else "\n", file=self.terminal, flush=True)
             if live and self.done == self.total:
                 print(file=self.terminal)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import bisect
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import io
+import itertools
 import json
 import tokenize
 from collections.abc import Iterator
@@ -64,12 +66,14 @@ def versions(*modules: str) -> dict[str, str]:
 
 def computing_tokens(source: str) -> list[str]:
     """The tokens of a module without comments, layout, docstrings and reporting calls."""
-    silent = _silent_lines(ast.parse(source))
+    silent = sorted(_silent_lines(ast.parse(source)))
+    starts, ends = [start for start, _ in silent], list(itertools.accumulate((end for _, end in silent), max))
     layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENCODING, tokenize.ENDMARKER}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     kept = []
     for token in tokens:
-        if token.type in layout or any(start <= token.start < end for start, end in silent):
+        before = bisect.bisect_right(starts, token.start)
+        if token.type in layout or (before and token.start < ends[before - 1]):
             continue
         # The width of an indentation does not count; that there is one does.
         kept.append("INDENT" if token.type == tokenize.INDENT else token.string)

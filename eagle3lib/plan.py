@@ -303,6 +303,10 @@ def hidden_state_files(folder: str, sizes: dict[str, dict]) -> list[str]:
 
 
 def shard_kinds(shard_size: int) -> list[tuple[str, int, str]]:
-    """(rule name, slots, regex of {shard}) of the full shards and of each tail size: one rule each."""
-    kinds = [("extract_hidden_states", shard_size, r"\d{5}")]
+    """(rule name, slots, shard's name) of the full shards and of each tail size: one rule each.
+
+    A tail's name is written out in its paths: Snakemake then need not try the six rules of tails on each of the
+    full shards' files.
+    """
+    kinds = [("extract_hidden_states", shard_size, "{shard}")]
     return kinds + [(f"extract_tail_{n}", n, f"tail_{n}") for n in shards.tail_sizes(shard_size)]

@@ -41,7 +41,7 @@ from eagle3lib.hidden_states import (
     stretches,
 )
 from eagle3lib.in_place import reference_fault
-from eagle3lib.job import append_line, file_lock, fsync_folder, read_lines, save_tensors, started, write_json
+from eagle3lib.job import append_line, clock, file_lock, fsync_folder, read_lines, save_tensors, started, write_json
 from eagle3lib.lineage import file_sha256
 
 _NUMBERS = itertools.count()
@@ -179,7 +179,7 @@ class Store:
         sample = content["meta"]["sample_id"]
         part = self.part(sample)
         try:
-            with open(part, "wb") as raw:
+            with clock.during("writer"), open(part, "wb") as raw:
                 hashing = save_tensors(content, raw)
                 raw.flush()
                 start = time.monotonic()

@@ -1,12 +1,13 @@
 # What the rules share: the typed configuration, the paths, and functions over them.
 
 import functools
+import logging
 import sys
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from eagle3lib import overview, records, shards, verification
+from eagle3lib import monitor, overview, records, shards, verification
 from eagle3lib import plan as planning
 from eagle3lib.errors import UserError
 from eagle3lib.lineage import code, versions
@@ -40,7 +41,7 @@ wildcard_constraints:
     key=r"[0-9a-f]{12}",
     draft=r"[^/]+",
     part=r"\d{3}",
-    shard=r"\d{5}|tail_\d+",
+    shard=r"\d{5}",
 
 
 def cfg(wildcards):
@@ -100,8 +101,8 @@ def shards_of(target, dataset, **_):
     return planning.read_shards(output.shards)
 
 
-def shard_file(wildcards):
-    path = f"{DATASET}/shards/{{shard}}.jsonl".format(**wildcards)
+def shard_file(shard, wildcards):
+    path = f"{DATASET}/shards/{shard}.jsonl".format(**wildcards)
     if shards_of(**wildcards) and not os.path.exists(path):
         samples = f"{DATASET}/samples.parquet".format(**wildcards)
         raise WorkflowError(
@@ -110,9 +111,9 @@ def shard_file(wildcards):
     return path
 
 
-def shard_sha256(wildcards):
+def shard_sha256(shard, wildcards):
     return planning.shard_sha256(
-        f"{DATASET}/shards.json".format(**wildcards), wildcards.shard
+        f"{DATASET}/shards.json".format(**wildcards), shard.format(**wildcards)
     )
 
 
@@ -135,9 +136,10 @@ def begin_run():
     """Refuse before the first job, when nothing is deleted yet; then take note that a run is at work."""
     asked(overview.refuse, plan)
     verification.begin(planning.STORE)
+    monitor.begin(plan, logging.getLogger("snakemake.logging"))
 
 
-def end_of_run(log):
+def end_of_run(log, state):
     from eagle3lib import gpus
     from eagle3lib.engines.sglang import lease
 
@@ -146,4 +148,5 @@ def end_of_run(log):
     )
     verification.end(planning.STORE)
     records.keep(METADATA, RECORDS)
+    monitor.end(state)
     return f"GPUs: {gpus.summary()}. Summary: results/summary.md; log of this run: {log[0]}"

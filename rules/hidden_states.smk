@@ -44,7 +44,7 @@ rule adopt_hidden_states:
 
 # One rule for the full shards and one for each size of tail: Snakemake wants the number of
 # outputs of a rule at parse time, and 41 left over = 32 + 8 + 1.
-for rule_name, slots, shard_regex in planning.shard_kinds(plan.shard_size):
+for rule_name, slots, shard in planning.shard_kinds(plan.shard_size):
 
     rule:
         name:
@@ -55,24 +55,22 @@ for rule_name, slots, shard_regex in planning.shard_kinds(plan.shard_size):
             made_by=f"{STATES}/made_by.json",
             # A touched shard is the same shard: its sha256 is a param. (Never `ancient` for what a rule makes:
             # Snakemake 9.27.1 then overlooks that this job must run when that rule runs.)
-            shard=ancient(shard_file),
+            shard=ancient(functools.partial(shard_file, shard)),
         output:
             states=[
-                f"{STATES}/hidden_states/{{shard}}/{slot:04d}.pt"
+                f"{STATES}/hidden_states/{shard}/{slot:04d}.pt"
                 for slot in range(slots)
             ],
-            manifest=f"{STATES}/hidden_states/{{shard}}/manifest.json",
+            manifest=f"{STATES}/hidden_states/{shard}/manifest.json",
         log:
-            "logs/extract_hidden_states/{target}/{dataset}/{key}/{shard}.log",
+            f"logs/extract_hidden_states/{{target}}/{{dataset}}/{{key}}/{shard}.log",
         benchmark:
-            "results/benchmarks/extract_hidden_states/{target}/{dataset}/{key}/{shard}.tsv"
-        wildcard_constraints:
-            shard=shard_regex,
+            f"results/benchmarks/extract_hidden_states/{{target}}/{{dataset}}/{{key}}/{shard}.tsv"
         resources:
             gpu=lambda w: cfg(w).engine.gpus_a_job,
         params:
             key=state_key,
-            shard_sha256=shard_sha256,
+            shard_sha256=functools.partial(shard_sha256, shard),
             code=lambda w: plan.of(w).code("eagle3lib.extraction"),
         script:
             "../scripts/extract_hidden_states.py"

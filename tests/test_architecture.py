@@ -68,7 +68,7 @@ LAYERS = [
         "drafts",
         "preflight",
     },
-    {"consumers", "crate", "hub", "inspection", "overview", "packing", "replay", "trace", "why"},
+    {"consumers", "crate", "hub", "inspection", "monitor", "overview", "packing", "replay", "trace", "why"},
     {"canary", "diagnosis", "doctor", "pages"},
     {"bench"},
     {"__main__"},

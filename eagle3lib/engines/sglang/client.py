@@ -24,7 +24,7 @@ from eagle3lib.engines.sglang.launch import Wanted
 from eagle3lib.engines.sglang.lease import Handle, Lease, post
 from eagle3lib.engines.sglang.requests import Request
 from eagle3lib.errors import UserError
-from eagle3lib.job import in_flight
+from eagle3lib.job import clock, in_flight
 from eagle3lib.targets import TargetInfo, load_head
 
 Drafted = tuple[int, list[int], list[int]]
@@ -88,13 +88,15 @@ class SGLangEngine:
             )
             body = {"input_ids": list(file.input_ids), "rid": request.rid, "sampling_params": sampling}
             try:
-                post(handle, "/generate", body, self.engine.request_seconds)
+                with clock.during("engine"):
+                    post(handle, "/generate", body, self.engine.request_seconds)
             except OSError:
                 # What was whole when the server ended, its writer still writes.
                 with suppress(FutureTimeout):
                     return answer.result(timeout=2)
                 raise
-            return self._answer(answer, handle)
+            with clock.during("writer"):
+                return self._answer(answer, handle)
 
         answer = self._ask(ask)
         self._check_served(answer["served"])

@@ -87,31 +87,36 @@ class Lease:
     def _local(self) -> Handle:
         launch.check_engine(self.engine)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(self.folder / "lock"):
-            current = read_handle(self.folder)
-            if current and current["wanted"] == self.wanted.values():
-                self._hold()  # first: its keeper may be about to end it
-                if _healthy(current):
-                    return current
-                self.close()
-            if current:
-                self._wait_for_others(current)
-                stop(self.folder, current, self.engine.grace_seconds)
-            self._hold()
-            return self._start()
+        waiting = False
+        while True:
+            with file_lock(self.folder / "lock"):
+                current = read_handle(self.folder)
+                ours = current is not None and current["wanted"] == self.wanted.values()
+                if current is None or ours or self._unused():
+                    self._hold()  # first: its keeper may be about to end it
+                    if current and ours and _healthy(current):
+                        return current
+                    if current:  # of a dead one in our role the other clients go on with the next: see `replace`
+                        stop(self.folder, current, self.engine.grace_seconds)
+                    return self._start()
+            # Without the lock: when it dies now, those who use it must be able to replace it.
+            if not waiting:
+                print(f"engine: waiting for the jobs that use it for {current['wanted']['role']}")
+            waiting = True
+            time.sleep(1)
 
     def _hold(self) -> None:
         self.held = open(self.folder / "clients", "a")  # noqa: SIM115 - held as long as we are
         fcntl.flock(self.held, fcntl.LOCK_SH)
 
-    def _wait_for_others(self, current: Handle) -> None:
-        """Jobs that use the server in its role end first."""
+    def _unused(self) -> bool:
+        """Have all jobs ended that used the server in its role?"""
         with open(self.folder / "clients", "a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(f"engine: waiting for the jobs that use it for {current['wanted']['role']}")
-                fcntl.flock(file, fcntl.LOCK_EX)
+                return False
+            return True
 
     def _start(self) -> Handle:
         """Under the lock."""
