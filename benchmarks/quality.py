@@ -31,10 +31,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from benchmarks import common
-from benchmarks.quality_sides import Spec
+from benchmarks.quality_sides import Spec, norms_of
 from eagle3lib import acceptance, chat, engines, evaluation, question_sets, replay, sources, targets
 from eagle3lib.config import AcceptanceConfig, EngineConfig
-from eagle3lib.draft_model import VARIANTS, DraftModel, DraftModelConfig
+from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
 from eagle3lib.evaluation import ChainDrafter
 from eagle3lib.hidden_states import load_sample, unpack
@@ -171,8 +171,7 @@ class Comparison:
         )
         if done.returncode:
             raise UserError(f"{spec.side}: its training ended with {done.returncode}: {done.stderr[-1500:]}")
-        norms = VARIANTS["speculators"] if spec.side == "speculators" else {}
-        config = replace(DraftModelConfig.from_target(self.job.target, self.job.draft), **norms)
+        config = replace(DraftModelConfig.from_target(self.job.target, self.job.draft), **norms_of(spec))
         model = DraftModel(config)
         model.load_state_dict(load_file(spec.out) | {"embed_tokens.weight": self.embedding})
         model = model.float().eval().requires_grad_(False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,10 +62,12 @@ class Ours(Side):
 
     def __init__(self, spec: Spec, job: Job):
         super().__init__(spec, job)
-        self.model = DraftModel(self.config)
+        self.model = DraftModel(replace(self.config, **norms_of(spec)))
         random_head = self.model.lm_head.weight.detach().clone()
         self.model.init_from_target(self.embedding, self.head, self.mapping)
-        if spec.change != "random layer":
+        if "frozen head" in spec.change:
+            self.model.lm_head.weight.requires_grad_(False)
+        if "random layer" not in spec.change:
             self.model.init_layer_from_target(targets.load_norm(job.target), targets.load_last_layer(job.target))
         if spec.change == "random head":
             self.model.lm_head.weight.data.copy_(random_head)
@@ -74,8 +76,13 @@ class Ours(Side):
         loss = spec.change if spec.change in ("kl", "lk") else "soft_ce"
         self.test = TrainingTimeTest(self.model, self.head, self.mapping, spec.steps, 0.8, loss=loss)
         self.settings = job.training.model_copy(update={"learning_rate": spec.learning_rate})
-        betas = {"betas": job.training.betas, "weight_decay": job.training.weight_decay, "fused": True}
-        self.optimizer = torch.optim.AdamW(self.model.trainable().values(), **betas)
+        options = {"betas": job.training.betas, "weight_decay": job.training.weight_decay, "fused": True}
+        matrices, others = [], []  # lm_head is an embedding: Muon is not for it
+        for name, p in self.model.trainable().items():
+            (matrices if "muon" in spec.change and p.ndim == 2 and name != "lm_head.weight" else others).append(p)
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, **options)]
+        if matrices:
+            self.optimizers.append(torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
         self.target_tokens: dict[int, Tensor] = {}
 
     def step(self, documents: list[Batch], share: float) -> None:
@@ -85,13 +92,20 @@ class Ours(Side):
         pack = Batch.pack([one.with_tokens(self.target_tokens[id(one)]) for one in documents])
         self.test(pack)[0].backward()
         nn.utils.clip_grad_norm_(self.model.trainable().values(), self.settings.max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.settings, share)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.settings, share)
+            optimizer.step()
+            optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().contiguous() for name, p in self.model.trainable().items()}
+        return {n: p.detach().contiguous() for n, p in self.model.named_parameters() if n != "embed_tokens.weight"}
+
+
+def norms_of(spec: Spec) -> dict[str, bool]:
+    """The norms of a side's draft, as `draft_model.VARIANTS`."""
+    named = "speculators" if spec.side == "speculators" else spec.change
+    return next((norms for name, norms in VARIANTS.items() if norms and name in named.split(", ")), {})
 
 
 def mask_of(first: int) -> Any:
@@ -182,8 +196,7 @@ class Speculators(Side):
         from speculators.models.eagle3.core import Eagle3DraftModel
         from speculators.train.optimizers import build_optimizers
 
-        norms = VARIANTS["speculators"]
-        self.model = speculators_model(self.config, spec.steps, **norms).float()
+        self.model = speculators_model(self.config, spec.steps, **norms_of(spec)).float()
         rows = self.head[self.mapping.target_ids]
         own = {"t2d": self.mapping.t2d, "d2t": self.mapping.d2t, "embed_tokens.weight": self.embedding}
         own |= {"lm_head.weight": rows, "verifier_lm_head.weight": rows}
