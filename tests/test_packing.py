@@ -192,6 +192,8 @@ def test_disk_that_fills_up_in_the_middle(tmp_path, monkeypatch):
 def test_ctrl_c_in_the_middle_keeps_what_is_finished(tmp_path):
     root, dest = results(tmp_path, states=8, size=30_000), tmp_path / "dest"
     slow = (
+        # A shell's background jobs inherit an ignored SIGINT.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import time; from pathlib import Path; from eagle3lib import packing, errors; add = packing._add\n"
         "packing._add = lambda *a: (time.sleep(0.2), add(*a))[1]\n"
         "try: packing.pack(Path('.'), '../dest', 1, print)\n"
