@@ -272,7 +272,7 @@ def test_flipped_bit_is_found_by_the_full_check_and_the_file_is_left(tmp_path, s
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     path = store.path(record["sample_id"])
-    documents = Documents([Sample(str(path), n, (6, n), "train", record["sha256"])], 3)
+    documents = Documents([Sample(str(path), n, (6, n), "train", record["sha256"])], 3, target.hidden_size)
     with pytest.raises(UserError, match="which is not what was imported any more"):
         documents.read(0)
     assert store.find(record["sample_id"], full=True) is None
