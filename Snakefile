@@ -47,7 +47,7 @@ rule extract:
         plan.paths(f"{STATES}/hidden_states.parquet"),
 
 
-# For a dataset of a million: a part of it at a time, `--batch index_hidden_states=1/16` (docs/scale.md).
+# For a dataset of a million: a part of it at a time, `--batch index_hidden_states=1/16` (benchmarks/scale.py).
 rule index:
     input:
         plan.paths(f"{STATES}/hidden_states.parquet"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lib.errors import UserError
+from eagle3lib.plan import RESULTS
 
 TARGET = Path("results/targets/smollm2-135m/model")
 WORDS = (
@@ -47,6 +48,14 @@ def main(run: Callable[[], None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def finished_draft(given: Path | None) -> Path:
+    """The exported folder that a benchmark is given, or the first under results/."""
+    draft = given or next(iter(sorted(RESULTS.glob("*/*/*/*/export"))), None)
+    if draft is None:
+        raise UserError(f"{RESULTS}: no exported draft here; run `make demo` first")
+    return draft
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from eagle3lib.draft_model import DraftModel, DraftModelConfig
 from eagle3lib.errors import UserError
 from eagle3lib.evaluation import ChainDrafter
 from eagle3lib.hidden_states import load_sample, unpack
-from eagle3lib.plan import RESULTS, STORE
+from eagle3lib.plan import STORE
 from eagle3lib.vocab_mapping import VocabMapping
 
 DRAFT_STEPS, REPLY_TOKENS = 4, 96
@@ -75,10 +75,8 @@ def main() -> None:
 class Comparison:
     def __init__(self, options: argparse.Namespace, folder: Path):
         self.options, self.folder = options, folder
-        draft = options.draft or next(iter(sorted(RESULTS.glob("*/*/*/*/export"))), None)
-        if draft is None:
-            raise UserError(f"{RESULTS}: no exported draft here; run `make demo` first")
-        self.job = replay.job_of(draft, STORE)
+        self.draft = common.finished_draft(options.draft)
+        self.job = replay.job_of(self.draft, STORE)
         self.job.write(folder / "job.json")
         self.embedding, self.mapping = targets.load_embedding(self.job.target), VocabMapping.load(self.job.mapping)
         self.aux_layer_ids = targets.default_aux_layer_ids(self.job.target.num_hidden_layers)
@@ -129,9 +127,8 @@ class Comparison:
 
     def _check_against_decoding(self, engine: Any, answers: Sequence[Answer]) -> None:
         """Replayed passes are those of real speculative decoding, on the run's own draft."""
-        folder = self.options.draft or next(iter(sorted(RESULTS.glob("*/*/*/*/export"))))
         cfg = AcceptanceConfig(prompts=["-"], max_new_tokens=REPLY_TOKENS, draft_steps=DRAFT_STEPS)
-        draft, mapping, _ = evaluation.export.load_exported(folder, self.embedding)
+        draft, mapping, _ = evaluation.export.load_exported(self.draft, self.embedding)
         decoder = evaluation.InProcess(engine, draft, mapping, self.aux_layer_ids, cfg, self.job.target.eos_token_ids)
         prompts = [prompt for prompt, _, _ in answers]
         for number, decoded in decoder.decode(prompts, 0.0, [0] * len(prompts)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from eagle3lib.training_time_test import Batch, TrainingTimeTest
 from eagle3lib.vocab_mapping import VocabMapping
 
 AUX = 3
+OF_THE_TARGET = ("t2d", "d2t", "embed_tokens", "verifier")  # what is no weight of the draft
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,34 @@ class Spec:
     change: str = ""  # what this side does otherwise
 
 
-class Side:
-    """A draft model under training. `step` takes the documents of one pack and the share of the budget used so far."""
+class Side(ABC):
+    """A draft model under training: `model` and its `optimizers`."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
 
     def __init__(self, spec: Spec, job: Job):
         self.spec, self.job, self.mapping = spec, job, VocabMapping.load(job.mapping)
         self.config = DraftModelConfig.from_target(job.target, job.draft, AUX)
         self.embedding, self.head = targets.load_embedding(job.target).float(), targets.load_head(job.target).float()
 
+    @abstractmethod
     def step(self, documents: list[Batch], share: float) -> None:
-        raise NotImplementedError
+        """Train on the documents of one pack; `share` of the budget is used so far."""
+
+    def update(self, max_norm: float, rate: float) -> None:
+        """A step of the optimisers with the gradients that there are."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        raise NotImplementedError
+        """By our names; speculators calls the layer otherwise."""
+        named = {name.replace("layers.0.", "midlayer."): w for name, w in self.model.state_dict().items()}
+        return {name: w.detach().clone() for name, w in named.items() if not name.startswith(OF_THE_TARGET)}
 
 
 class Ours(Side):
@@ -80,7 +97,7 @@ class Ours(Side):
         matrices, others = [], []  # lm_head is an embedding: Muon is not for it
         for name, p in self.model.trainable().items():
             (matrices if "muon" in spec.change and p.ndim == 2 and name != "lm_head.weight" else others).append(p)
-        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, **options)]
+        self.optimizers = [torch.optim.AdamW(others, **options)]
         if matrices:
             self.optimizers.append(torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
         self.target_tokens: dict[int, Tensor] = {}
@@ -91,15 +108,7 @@ class Ours(Side):
                 self.target_tokens[id(one)] = self.test.target_tokens(one)
         pack = Batch.pack([one.with_tokens(self.target_tokens[id(one)]) for one in documents])
         self.test(pack)[0].backward()
-        nn.utils.clip_grad_norm_(self.model.trainable().values(), self.settings.max_grad_norm)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self.settings, share)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def weights(self) -> dict[str, Tensor]:
-        return {n: p.detach().contiguous() for n, p in self.model.named_parameters() if n != "embed_tokens.weight"}
+        self.update(self.settings.max_grad_norm, learning_rate(self.settings, share))
 
 
 def norms_of(spec: Spec) -> dict[str, bool]:
@@ -149,8 +158,8 @@ class SpecForge(Side):
         self.model.load_state_dict(self.model.state_dict() | own)
         self.model.freeze_embedding()
         self.trainer = eagle3.OnlineEagle3Model(self.model, length=spec.steps, attention_backend="sdpa")
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=spec.learning_rate, weight_decay=0.0)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizers = [torch.optim.AdamW(trained, lr=spec.learning_rate, weight_decay=0.0)]
         self.settings = job.training.model_copy(
             update={"learning_rate": spec.learning_rate, "warmup_fraction": 0.015, "max_grad_norm": 0.5}
         )
@@ -176,15 +185,7 @@ class SpecForge(Side):
                 target_head_weight=self.head,
             )[0]
             (sum(0.8**i * loss for i, loss in enumerate(losses)) / len(documents)).backward()
-        nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.settings, share)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def weights(self) -> dict[str, Tensor]:
-        names = self.model.state_dict().items()
-        return {n: w.detach().contiguous() for n, w in names if n not in ("t2d", "d2t", "embed_tokens.weight")}
+        self.update(self.settings.max_grad_norm, learning_rate(self.settings, share))
 
 
 class Speculators(Side):
@@ -229,17 +230,7 @@ class Speculators(Side):
             **self.kwargs,
         )
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.spec.learning_rate * min(share / 0.01, 1 - share)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def weights(self) -> dict[str, Tensor]:
-        skipped = ("t2d", "d2t", "embed_tokens.weight")
-        named = {name.replace("layers.0.", "midlayer."): w for name, w in self.model.state_dict().items()}
-        return {n: w.detach().clone() for n, w in named.items() if n not in skipped and not n.startswith("verifier")}
+        self.update(1.0, self.spec.learning_rate * min(share / 0.01, 1 - share))
 
 
 SIDES: dict[str, type[Side]] = {"eagle3lib": Ours, "SpecForge": SpecForge, "speculators": Speculators}

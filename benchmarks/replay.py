@@ -13,8 +13,7 @@ from pathlib import Path
 from benchmarks import common
 from eagle3lib import engines, replay
 from eagle3lib.config import EngineConfig
-from eagle3lib.errors import UserError
-from eagle3lib.plan import RESULTS, STORE
+from eagle3lib.plan import STORE
 
 
 def run() -> None:
@@ -22,9 +21,7 @@ def run() -> None:
     parser.add_argument("draft", type=Path, nargs="?", help="an exported folder; default: the first under results/")
     parser.add_argument("--samples", type=int, default=16, help="at most so many (16)")
     arguments = parser.parse_args()
-    draft = arguments.draft or next(iter(sorted(RESULTS.glob("*/*/*/*/export"))), None)
-    if draft is None:
-        raise UserError(f"{RESULTS}: no exported draft here; run `make demo` first")
+    draft = common.finished_draft(arguments.draft)
     job = replay.job_of(draft, STORE)
     result = replay.replay(draft, job, engines.open_engine(EngineConfig(), job.target.path), arguments.samples)
     print(replay.describe(result))

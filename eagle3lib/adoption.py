@@ -13,10 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import IN_PLACE, load_sample, pack_sample, unpack
+from eagle3lib.hidden_states import IN_PLACE, distance, load_sample, pack_sample, unpack
 from eagle3lib.job import file_lock, write_json
 from eagle3lib.store import Store
 
@@ -77,9 +75,3 @@ def _compare(store: Store, drawn: list[str], engine: Any) -> float:
             f"aside with `python -m eagle3lib gc --delete {store.key.short}` and extract them again"
         )
     return largest[0]
-
-
-def distance(new: torch.Tensor, old: torch.Tensor) -> float:
-    """Relative L2 distance of two states [T, H]: |new - old| / |old|."""
-    new, old = new.float(), old.float()
-    return ((new - old).norm() / old.norm().clamp_min(1e-12)).item()

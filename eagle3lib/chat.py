@@ -25,13 +25,13 @@ import bisect
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle3lib.errors import UserError
+from eagle3lib.errors import UserError, one_line
 from eagle3lib.messages import Message, Unfit, check, check_tools, reasoning_and_answer, texts
 
 Span = tuple[int, int]
@@ -178,6 +178,22 @@ def prompt_ids(
     return _encode(tokenizer, chat.render(check(messages), check_tools(tools), add_generation_prompt=True))
 
 
+def pieces(tokenizer: Any, input_ids: Sequence[int], bounds: Iterable[Span]) -> Iterator[tuple[str, bool]]:
+    """The text of token ids, cut at its replies: (text, is it a reply?). `bounds`: as in `Rendered`."""
+
+    def text(start: int, end: int) -> str:
+        return tokenizer.decode(list(input_ids[start:end]), clean_up_tokenization_spaces=False)
+
+    place = 0
+    for start, end in bounds:
+        if place < start:
+            yield text(place, start), False
+        yield text(start, end), True
+        place = end
+    if place < len(input_ids):
+        yield text(place, len(input_ids)), False
+
+
 def append_reply(prompt_ids: Sequence[int], reply_ids: Sequence[int]) -> Rendered:
     """A prompt and the reply that an engine generated to it: its ids as they are, never text again."""
     start, end = len(prompt_ids), len(prompt_ids) + len(reply_ids)
@@ -190,12 +206,14 @@ def _template(tokenizer: Any, path: str | Path | None, options: Mapping[str, Any
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"dataset.chat_template: cannot read {path} ({_one_line(error)})") from None
+            raise UserError(f"dataset.chat_template: cannot read {path} ({one_line(error, 200)})") from None
         return _cached_template(tokenizer, f"chat template {path}", text, json.dumps(options or {}))
     try:
         text = tokenizer.get_chat_template()
     except (ValueError, AttributeError) as error:
-        raise UserError(f"the target has no chat template ({_one_line(error)}); set dataset.chat_template") from None
+        raise UserError(
+            f"the target has no chat template ({one_line(error, 200)}); set dataset.chat_template"
+        ) from None
     return _cached_template(tokenizer, "the target's chat template", text, json.dumps(options or {}))
 
 
@@ -243,15 +261,15 @@ class _Template:
             except TemplateSyntaxError as error:
                 raise UserError(
                     f"{self.name} cannot render anything (TemplateSyntaxError, line {error.lineno}: "
-                    f"{_one_line(error)}); mend it, or set dataset.chat_template"
+                    f"{one_line(error, 200)}); mend it, or set dataset.chat_template"
                 ) from None
             except Exception as error:  # a template is a program: it may raise anything
                 refusals.append(error)
                 if not isinstance(error, TypeError):
                     break
         raise CannotRender(
-            f"{self.name} cannot render this conversation ({type(refusals[0]).__name__}: {_one_line(refusals[0])}); "
-            "change the conversation, or set dataset.chat_template"
+            f"{self.name} cannot render this conversation ({type(refusals[0]).__name__}: "
+            f"{one_line(refusals[0], 200)}); change the conversation, or set dataset.chat_template"
         )
 
     def closing(self, text: str) -> str:
@@ -547,7 +565,3 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern:
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

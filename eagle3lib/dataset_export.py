@@ -13,7 +13,6 @@ Training rows come first, validation rows last: speculators takes a share of the
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import pandas as pd
 import torch
 
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import load_sample, pairs, unpack
+from eagle3lib.hidden_states import load_sample, loss_mask, unpack
 from eagle3lib.job import Progress, atomic_write, write_json
 from eagle3lib.targets import TargetInfo, norm_factor
 
@@ -42,7 +41,7 @@ def export(states: Path, target: TargetInfo, destination: Path, form: str, jobs:
     table = pd.read_parquet(table_file)
     table = pd.concat([table[table["split"] == split] for split in ("train", "validation")])
     bounds = [[int(b) for b in row] for row in table["reply_bounds"]]
-    masks = [_mask(n, row) for n, row in zip(table["n_tokens"].tolist(), bounds, strict=True)]
+    masks = [loss_mask(n, row) for n, row in zip(table["n_tokens"].tolist(), bounds, strict=True)]
     layout = LAYOUTS[form](destination, target)
     progress = Progress(len(table), "samples", "export")
 
@@ -62,13 +61,6 @@ def export(states: Path, target: TargetInfo, destination: Path, form: str, jobs:
     layout.finish(ids, masks)
     counts = table["split"].value_counts()
     return {"samples": len(table), **{split: int(counts.get(split, 0)) for split in ("train", "validation")}}
-
-
-def _mask(n_tokens: int, bounds: Sequence[int]) -> list[int]:
-    mask = [0] * n_tokens
-    for start, end in pairs(bounds):
-        mask[start:end] = [1] * (end - start)
-    return mask
 
 
 class SpecForge:

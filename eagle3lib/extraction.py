@@ -125,7 +125,8 @@ def _find(sample: Sample, store: Store) -> dict[str, Any] | None:
 def _share(absent: list[Sample], store: Store, storage: StorageConfig) -> Records:
     """Samples that other projects' stores have, with all that the mask asks for."""
     others = shared_stores(storage.shared_stores, store.key)
-    taken = {s.sample_id: store.share(s.sample_id, others) for s in absent} if others else {}
+    bad = store.found_bad() if others else []
+    taken = {s.sample_id: store.share(s.sample_id, others, bad) for s in absent} if others else {}
     whole = {
         s.sample_id for s in absent if taken.get(s.sample_id) and not store.lacks_rows(s.sample_id, s.reply_bounds)
     }

@@ -102,6 +102,14 @@ def n_supervising(reply_bounds: Sequence[int]) -> int:
     return sum(max(0, int(end) - int(start) - 1) for start, end in pairs(reply_bounds))
 
 
+def loss_mask(n_tokens: int, reply_bounds: Sequence[int]) -> list[int]:
+    """1 on the tokens of the replies."""
+    mask = [0] * n_tokens
+    for start, end in pairs(reply_bounds):
+        mask[start:end] = [1] * (end - start)
+    return mask
+
+
 def pack_sample(
     key: StateKey,
     input_ids: Sequence[int],
@@ -125,12 +133,9 @@ def pack_sample(
             raise ValueError(f"layer {layer} has {state.shape[0]} rows for {n} tokens")
         if not finite(state):
             raise ValueError(f"layer {layer} holds values that are not finite")
-    mask = torch.zeros(n, dtype=torch.int64)
-    for start, end in pairs(reply_bounds):
-        mask[start:end] = 1
     content: dict[str, Any] = {
         "input_ids": torch.tensor(input_ids, dtype=torch.int64),
-        "loss_mask": mask,
+        "loss_mask": torch.tensor(loss_mask(n, reply_bounds), dtype=torch.int64),
         "reply_starts": torch.tensor(list(reply_bounds[::2]), dtype=torch.int64),
     }
     if FORMATS[key.storage_format] == 1:
@@ -288,3 +293,9 @@ def content_fault(sample: dict[str, Any]) -> str | None:
     if "scales" in sample and not sample["scales"].isfinite().all():
         return "a scale is not finite"
     return None
+
+
+def distance(new: torch.Tensor, old: torch.Tensor) -> float:
+    """Relative L2 distance of two states [T, H]: |new - old| / |old|."""
+    new, old = new.float(), old.float()
+    return ((new - old).norm() / old.norm().clamp_min(1e-12)).item()

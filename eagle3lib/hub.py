@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eagle3lib import export
-from eagle3lib.errors import UserError
+from eagle3lib.errors import UserError, one_line
 
 REPLACED = ["*.safetensors", "*.safetensors.index.json"]  # an engine would load leftovers of an earlier export too
 
@@ -69,7 +69,7 @@ def _send(folder: Path, names: list[str], repo: str, public: bool, message: str)
     except UserError:
         raise
     except Exception as error:  # the hub's refusals and the many ways in which a network fails
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = one_line(f"{type(error).__name__}: {error}")
         raise UserError(
             f"push: {repo}: {reason}; check the name, the network and that HF_TOKEN may write there"
         ) from None

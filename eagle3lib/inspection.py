@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from eagle3lib import shards
+from eagle3lib import chat, shards
 from eagle3lib.errors import UserError
 from eagle3lib.hidden_states import pairs
 from eagle3lib.plan import RESULTS
@@ -23,14 +23,7 @@ OPENS, CLOSES = "[[", "]]"
 
 def parts(tokenizer: Any, sample: Sample) -> Iterator[tuple[str, bool]]:
     """The text of a sample in pieces: (text, does it supervise?). Each reply is a piece of its own."""
-    place = 0
-    for start, end in pairs(sample.reply_bounds):
-        if place < start:
-            yield tokenizer.decode(sample.input_ids[place:start]), False
-        yield tokenizer.decode(sample.input_ids[start:end]), True
-        place = end
-    if place < len(sample.input_ids):
-        yield tokenizer.decode(sample.input_ids[place:]), False
+    return chat.pieces(tokenizer, sample.input_ids, pairs(sample.reply_bounds))
 
 
 def as_text(tokenizer: Any, sample: Sample, coloured: bool) -> str:

@@ -91,7 +91,7 @@ def texts(message: Message) -> Iterator[tuple[str, str]]:
 
 
 def _message(item: Mapping, here: str) -> Message:
-    role = _text(item.get("role"), f"{here}.role") if "role" in item else _missing(f"{here}.role")
+    role = text_of(item.get("role"), f"{here}.role") if "role" in item else _missing(f"{here}.role")
     role = "tool" if role == "function" else role
     if role not in ROLES:
         raise Malformed(f"{here}.role: {role!r} is not known; use one of {', '.join(ROLES)}")
@@ -109,7 +109,7 @@ def _message(item: Mapping, here: str) -> Message:
         message |= dict.fromkeys(REASONING_KEYS, reasoning)
     for key in ("name", "tool_call_id"):
         if item.get(key) is not None:
-            message[key] = _text(item[key], f"{here}.{key}")
+            message[key] = text_of(item[key], f"{here}.{key}")
     return message
 
 
@@ -142,7 +142,7 @@ def _content(item: Mapping, here: str) -> str:
         _missing(f"{here}.content")
     parts = item["content"]
     if not isinstance(parts, list):
-        return _text(parts, f"{here}.content")
+        return text_of(parts, f"{here}.content")
     return "".join(_part(part, f"{here}.content[{i}]") for i, part in enumerate(parts))
 
 
@@ -154,12 +154,12 @@ def _part(part: Any, here: str) -> str:
         raise Media(f"{here}: {type_!r} is no text; a draft learns from text only, remove the conversation")
     if type_ != "text":
         raise Malformed(f"{here}: type {type_!r} is not known; only {{'type': 'text', 'text': ...}} is")
-    return _text(part["text"], f"{here}.text") if "text" in part else _missing(f"{here}.text")
+    return text_of(part["text"], f"{here}.text") if "text" in part else _missing(f"{here}.text")
 
 
 def _reasoning(item: Mapping, here: str) -> str:
     given = {key: item[key] for key in REASONING_KEYS if item.get(key) is not None}
-    found = {_text(value, f"{here}.{key}") for key, value in given.items()} - {""}
+    found = {text_of(value, f"{here}.{key}") for key, value in given.items()} - {""}
     if len(found) > 1:
         raise Malformed(f"{here}: {' and '.join(given)} differ; keep one of them")
     return next(iter(found), "")
@@ -182,12 +182,14 @@ def _tool_call(call: Any, here: str) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(function, Mapping):
         raise Malformed(f"{here}.function: a JSON {kind(function)}, not an object; give its name and arguments")
-    name = _text(function["name"], f"{here}.function.name") if "name" in function else _missing(f"{here}.function.name")
+    name = (
+        text_of(function["name"], f"{here}.function.name") if "name" in function else _missing(f"{here}.function.name")
+    )
     if not name:
         raise Malformed(f"{here}.function.name: empty; name the function")
     checked: dict[str, Any] = {"type": "function"}
     if call.get("id") is not None:
-        checked["id"] = _text(call["id"], f"{here}.id")
+        checked["id"] = text_of(call["id"], f"{here}.id")
     return checked | {"function": {"name": name, "arguments": _arguments(function.get("arguments"), here)}}
 
 
@@ -226,7 +228,8 @@ def _missing(path: str) -> Any:
     raise Malformed(f"{path}: missing; add it")
 
 
-def _text(value: Any, path: str) -> str:
+def text_of(value: Any, path: str) -> str:
+    """A value that must be text; Malformed where it is none."""
     if not isinstance(value, str):
         raise Malformed(f"{path}: a JSON {kind(value)}, not a string; give text")
     try:

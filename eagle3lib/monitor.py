@@ -31,7 +31,7 @@ from typing import Any
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from eagle3lib.disk import size
-from eagle3lib.job import REPORTS, read_lines, started
+from eagle3lib.job import REPORTS, started
 from eagle3lib.plan import RESULTS, Plan, read_shards
 
 STATUS = REPORTS.parent / "run.json"
@@ -299,20 +299,14 @@ def _read_reports() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _training(report: dict[str, Any]) -> Status:
-    """Of a training that runs: its own word, and what its metrics say of the last validation."""
+    """Of a training that runs, in its own words; acceptance_length is that of its last validation."""
     done, total, rate = report["done"], report["total"], report["rate"]
-    validation = None
-    if "metrics" in report:
-        for line in read_lines(report["metrics"]):
-            if isinstance(line, dict) and line.get("kind") == "validation":
-                validation = line.get("acceptance_length")
     return {
         "name": "/".join(Path(report["log"]).with_suffix("").parts[2:]),
         "tokens": {"done": done, "of": total},
         "tokens_per_second": rate,
         "seconds_left": (total - done) / rate if rate else None,
         **report.get("figures", {}),
-        "acceptance_length": validation,
     }
 
 
@@ -392,7 +386,7 @@ def rows(status: Status) -> list[tuple[str, float | None, str]]:
     for one in status["train"]:
         text = [f"{one['tokens_per_second']:,.0f} tokens/s", _left(one["seconds_left"])]
         text += [f"{name} {one[name]:.4g}" for name in ("epoch", "loss", "accuracy") if name in one]
-        if one["acceptance_length"]:
+        if "acceptance_length" in one:
             text.append(f"acceptance length {one['acceptance_length']:.3f} (validation)")
         found.append((f"train {one['name']}", _share(one["tokens"]), ", ".join(text)))
     for job in status["running"]:

@@ -33,6 +33,7 @@ from typing import IO, Any, Protocol
 from eagle3lib import records, remote, verification
 from eagle3lib.errors import UserError
 from eagle3lib.job import HashingFile, Progress, atomic_write, file_lock, fsync_folder
+from eagle3lib.lineage import file_sha256
 from eagle3lib.plan import RESULTS, STORE
 from eagle3lib.store import link, open_stores, sync_filesystem
 
@@ -322,9 +323,8 @@ def _is_there(root: Path, file: File) -> bool:
         return False
     if about.st_size == file.bytes and about.st_mtime_ns == file.mtime_ns:
         return True
-    with open(path, "rb") as raw:
-        if about.st_size == file.bytes and hashlib.file_digest(raw, "sha256").hexdigest() == file.sha256:
-            return True
+    if about.st_size == file.bytes and file_sha256(path) == file.sha256:
+        return True
     raise UserError(f"{path}: in the way, it differs from the packed one; unpack into a folder without it")
 
 

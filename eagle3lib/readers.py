@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from eagle3lib.errors import UserError
+from eagle3lib.errors import UserError, one_line
 from eagle3lib.messages import kind
 
 BATCH = 128  # rows of Parquet that are Python objects at a time
@@ -63,7 +63,9 @@ def rows(path: str | Path, opener: Opener = open_local) -> Iterator[Row]:
         with closing(opener(name)) as file:
             yield from _rows_of(name, file)
     except OSError as error:  # EOFError is none: a gzip stream without an end is told by `_text_rows`
-        raise UserError(f"{name}: cannot be read ({error.strerror or _one_line(error)}); check its rights") from None
+        raise UserError(
+            f"{name}: cannot be read ({error.strerror or one_line(error, 200)}); check its rights"
+        ) from None
 
 
 def canonical_sha256(value: Any) -> str:
@@ -94,13 +96,13 @@ def _text_rows(name: str, file: IO[bytes]) -> Iterator[Row]:
             yield row
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(
-            f"{name}: broken after row {number} ({_one_line(error)}); fetch or copy the file again"
+            f"{name}: broken after row {number} ({one_line(error, 200)}); fetch or copy the file again"
         ) from None
     except OSError as error:
         if error.errno is not None or Path(name).suffix != ".zst":
             raise
         raise UserError(
-            f"{name}: broken after row {number} ({_one_line(error)}); fetch or copy the file again"
+            f"{name}: broken after row {number} ({one_line(error, 200)}); fetch or copy the file again"
         ) from None
 
 
@@ -180,7 +182,7 @@ def _array_rows(name: str, text: Any) -> Iterator[Row]:
     except ijson.JSONError as error:
         if not counted.at_end:
             raise UserError(
-                f"{name}:{number + 1}: not JSON ({_one_line(error)}); mend the array there, or write JSONL"
+                f"{name}:{number + 1}: not JSON ({one_line(error, 200)}); mend the array there, or write JSONL"
             ) from None
         if not number:
             raise UserError(f"{name}: breaks off before its first row ends; fetch or copy the file again") from None
@@ -206,7 +208,7 @@ def _tabular_rows(name: str, batches: Iterator[Any]) -> Iterator[Row]:
                 yield Row(row, number, canonical_sha256(row))
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(
-            f"{name}: broken after row {number} ({_one_line(error)}); fetch or copy the file again"
+            f"{name}: broken after row {number} ({one_line(error, 200)}); fetch or copy the file again"
         ) from None
 
 
@@ -217,7 +219,7 @@ def _parquet(name: str, file: IO[bytes]) -> Iterator[Any]:
     try:
         table = pyarrow.parquet.ParquetFile(file, buffer_size=BLOCK, pre_buffer=False)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{name}: not a Parquet file ({_one_line(error)}); fetch or copy the file again") from None
+        raise UserError(f"{name}: not a Parquet file ({one_line(error, 200)}); fetch or copy the file again") from None
     yield from table.iter_batches(BATCH, use_threads=False)
 
 
@@ -234,7 +236,7 @@ def _arrow(name: str, file: IO[bytes]) -> Iterator[Any]:
             file.seek(0)
             batches = iter(pyarrow.ipc.open_stream(file))
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{name}: not an Arrow file ({_one_line(error)}); fetch or copy the file again") from None
+        raise UserError(f"{name}: not an Arrow file ({one_line(error, 200)}); fetch or copy the file again") from None
     for batch in batches:
         yield from (batch.slice(start, BATCH) for start in range(0, batch.num_rows, BATCH))
 
@@ -257,7 +259,3 @@ def saved_dataset(folder: Path) -> list[Path]:
         if not file.is_file():
             raise UserError(f"{file}: no such file, but {folder / 'state.json'} names it; save the dataset again")
     return files
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

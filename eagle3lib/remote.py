@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lib import readers
-from eagle3lib.errors import UserError
+from eagle3lib.errors import UserError, one_line
 from eagle3lib.job import Progress, atomic_write, write_json
 
 HUB = "hub:"
@@ -181,5 +181,5 @@ def _need(module: str, extra: str) -> None:
 
 
 def _cannot(spec: str, error: Exception, what: str) -> UserError:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    reason = one_line(f"{type(error).__name__}: {error}", 300)
     return UserError(f"{spec}: cannot be fetched ({reason}); check {what}")

@@ -31,7 +31,7 @@ from typing import Any
 
 from eagle3lib import readers
 from eagle3lib.errors import UserError
-from eagle3lib.messages import Malformed, Media, Message, check, check_tools, kind
+from eagle3lib.messages import Malformed, Media, Message, check, check_tools, kind, text_of
 from eagle3lib.readers import Fault
 
 SHAREGPT_ROLES = {
@@ -347,14 +347,10 @@ def _string(item: dict[str, Any], key: str, where: str) -> str:
     path = f"{where}.{key}" if where else key
     if key not in item:
         raise Fault(f"{path}: missing; add it")
-    value = item[key]
-    if not isinstance(value, str):
-        raise Fault(f"{path}: a JSON {kind(value)}, not a string; give text")
     try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise Fault(f"{path}: holds half of a surrogate pair (\\ud800...), not text; mend the escape") from None
-    return value
+        return text_of(item[key], path)
+    except Malformed as fault:
+        raise Fault(str(fault)) from None
 
 
 def _keys(row: dict[str, Any]) -> str:

@@ -136,14 +136,14 @@ class Store:
         except UserError as error:
             return str(error)
 
-    def share(self, sample: str, others: Iterable[Store]) -> dict[str, Any] | None:
+    def share(self, sample: str, others: Iterable[Store], bad: Sequence[list]) -> dict[str, Any] | None:
         """Take in a sample that another project's store has, as a symbolic link; None when none has it whole.
 
-        What was found bad there once is passed over until it has changed.
+        bad (`found_bad`): what is passed over until it has changed.
         """
         for other in others:
             path, record = other.path(sample), other.record(sample)
-            if record is None or not path.exists() or _stamp(path) in self._found_bad() or other.fault(sample):
+            if record is None or not path.exists() or _stamp(path) in bad or other.fault(sample):
                 continue
             own = self.path(sample)
             if not own.parent.exists():
@@ -160,7 +160,7 @@ class Store:
         link(path, self.path(sample))
         return self._append({"sample_id": sample, "bytes": path.stat().st_size, "sha256": file_sha256(path)})
 
-    def _found_bad(self) -> list[list]:
+    def found_bad(self) -> list[list]:
         """Files of shared stores that failed a check, as they were then."""
         lines = read_lines(self.root / "quarantine" / self.key.short / "reasons.jsonl")
         return [line["shared"] for line in lines if line.get("shared")]

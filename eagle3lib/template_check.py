@@ -62,13 +62,5 @@ def describe(
 
 def _bracketed(tokenizer: Any, rendered: chat.Rendered) -> str:
     """The text of the ids, line breaks as ⏎; what is supervised between brackets."""
-    text, at = "", 0
-    for start, end in rendered.reply_bounds:
-        text += _decoded(tokenizer, rendered.input_ids[at:start])
-        text += f"⟦{_decoded(tokenizer, rendered.input_ids[start:end])}⟧"
-        at = end
-    return text + _decoded(tokenizer, rendered.input_ids[at:])
-
-
-def _decoded(tokenizer: Any, ids: list[int]) -> str:
-    return tokenizer.decode(ids, clean_up_tokenization_spaces=False).replace("\n", "⏎") if ids else ""
+    pieces = chat.pieces(tokenizer, rendered.input_ids, rendered.reply_bounds)
+    return "".join(f"⟦{text}⟧" if supervised else text for text, supervised in pieces).replace("\n", "⏎")

@@ -306,9 +306,10 @@ class Trainer:
         if time.monotonic() - self.speed.last > SPEED_SECONDS:
             self._report_speed(line["step"])
         if self.ranks.rank == 0:
-            self.progress.update(
-                tokens, epoch=line["epoch"] + 1, loss=found["loss"], accuracy=found["accuracy_of_supervised"][0]
-            )
+            shown = {"loss": found["loss"], "accuracy": found["accuracy_of_supervised"][0]}
+            if "validation" in self.results:  # of the last epoch that has ended
+                shown["acceptance_length"] = self.results["validation"]["acceptance_length"]
+            self.progress.update(tokens, epoch=line["epoch"] + 1, **shown)
 
     def _report_speed(self, step: int) -> None:
         memory = speed.peak_memory(self.ranks.device) / 2**30

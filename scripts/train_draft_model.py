@@ -7,7 +7,7 @@ import torch
 
 from eagle3lib import drafts, gpus, plan
 from eagle3lib.hidden_states import StateKey
-from eagle3lib.job import job_log, tell
+from eagle3lib.job import job_log
 from eagle3lib.leases import Leases
 
 with job_log(snakemake.log[0]):
@@ -15,7 +15,6 @@ with job_log(snakemake.log[0]):
     gpus.check_granted(snakemake.resources.gpu, run.training.gpus, "training.gpus")
     torch.set_num_threads(snakemake.threads)
     job, shaping = drafts.of(snakemake, run)
-    tell(metrics=str(Path(job.folder) / "metrics.jsonl"))
     name = plan.draft_name(run, StateKey.of(shaping["key"]))
     # The record of release_gpus may be of another day: the lease looks again.
     bytes_each = json.loads(Path(snakemake.input.release).read_text())["bytes_each"]

@@ -12,7 +12,7 @@ from eagle3lib import in_place
 from eagle3lib.config import EngineConfig, ImportedConfig
 from eagle3lib.engines import fits
 from eagle3lib.errors import UserError
-from eagle3lib.hidden_states import pairs
+from eagle3lib.hidden_states import distance, pairs
 from eagle3lib.in_place import POST_NORM, PRE_NORM, rms_norm
 from eagle3lib.targets import TargetInfo, load_head, norm_factor
 
@@ -161,8 +161,3 @@ class Imported:
             raise UserError(
                 f"{file}: its layers are {like}, not {list(aux_layer_ids)}; set hidden_states.aux_layer_ids: {like}"
             )
-
-
-def distance(state: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative L2 distance of two states [T, H]."""
-    return float((state.float() - expected).norm() / expected.norm().clamp_min(1e-12))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from eagle3lib.engines import Prompt, Reply, Temperature, of_prompt
-from eagle3lib.errors import UserError
+from eagle3lib.engines import Prompt, Reply, Temperature, http, of_prompt
+from eagle3lib.errors import UserError, one_line
 from eagle3lib.job import in_flight
 from eagle3lib.targets import TargetInfo
 
@@ -45,16 +44,11 @@ class Api:
             ) from None
 
     def text(self, path: str, body: dict[str, Any] | None = None) -> str:
-        url, headers = f"{self.url}{path}", {"Content-Type": "application/json"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
-        request = urllib.request.Request(url, json.dumps(body).encode() if body is not None else None, headers)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment
+        url = f"{self.url}{path}"
         try:
-            with opener.open(request, timeout=SECONDS) as response:
-                return response.read().decode()
+            return http.ask(url, body, self.key, SECONDS)
         except urllib.error.HTTPError as error:
-            said = " ".join(error.read().decode(errors="replace").split())[:300]
+            said = one_line(error.read().decode(errors="replace"), 300)
             raise Refused(
                 f"{url}: answers {error.code}: {said}; check its flags and EAGLE3LIB_ENGINE_KEY", error.code
             ) from None

@@ -17,13 +17,13 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from eagle3lib import processes
 from eagle3lib.config import EngineConfig, GpusConfig
+from eagle3lib.engines import http
 from eagle3lib.engines.sglang import keeper, launch
 from eagle3lib.engines.sglang.launch import Wanted
 from eagle3lib.errors import UserError
@@ -270,15 +270,11 @@ def get(handle: Handle, path: str, timeout: float = 30) -> Any:
 
 def post(handle: Handle, path: str, body: dict[str, Any], timeout: float) -> Any:
     """The JSON that comes back. Raises OSError (urllib's HTTPError with its text as reason)."""
-    return _request(handle, path, json.dumps(body).encode(), timeout)
+    return _request(handle, path, body, timeout)
 
 
-def _request(handle: Handle, path: str, data: bytes | None, timeout: float) -> Any:
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {handle['key']}"}
-    request = urllib.request.Request(handle["url"] + path, data, headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment
-    with opener.open(request, timeout=timeout) as response:
-        text = response.read()
+def _request(handle: Handle, path: str, body: dict[str, Any] | None, timeout: float) -> Any:
+    text = http.ask(handle["url"] + path, body, handle["key"], timeout)
     return json.loads(text) if text else None
 
 
