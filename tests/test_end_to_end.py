@@ -94,6 +94,16 @@ def test_samples_do_not_fill_their_shards(finished):
     assert len(finished.states()) == sum(s["n_samples"] for s in sizes.values())
 
 
+def test_run_was_watched(finished):
+    status = json.loads(finished.result("status/run.json").read_text())
+    assert status["state"] == "done" and status["steps"]["done"] == status["steps"]["of"] > 10
+    (states,) = status["extract"]
+    assert states["shards"]["done"] == states["shards"]["of"] and states["samples"]["done"] == len(finished.states())
+    told = [event["event"] for event in status["events"]]
+    assert told[0] == "started" and told[-1] == "done" and told.count("stage done") >= 5 and "failed" not in told
+    assert "run: " in finished.ask("status").stdout
+
+
 def test_second_run_has_nothing_to_do(finished):
     done = finished.snakemake()
     assert "Nothing to be done" in done.stdout + done.stderr
